@@ -1,0 +1,52 @@
+"""Convert Qwen3.5-family checkpoints to the canonical MLX layout, bit for bit where nothing changes.
+
+    source = open_source("Qwen3.5-0.8B")
+    checkpoint = read_checkpoint(source)     # headers and gains, no other tensor
+    plan = make_plan(checkpoint)             # pure data: every tensor's byte ranges and fix
+    view = open_view(source, plan)           # canonical name -> array, nothing rewritten
+    write(source, plan, "out")               # the folder, whole or not at all
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from qwen35conv.convert import write
+    from qwen35conv.errors import Qwen35ConvError
+    from qwen35conv.plan import Options, Plan, make_plan
+    from qwen35conv.source import open_source, read_checkpoint
+    from qwen35conv.view import open_view
+
+# Loaded when first asked for: the view needs MLX, the plan does not.
+_ROOMS = {
+    "Options": "plan",
+    "Plan": "plan",
+    "Qwen35ConvError": "errors",
+    "make_plan": "plan",
+    "open_source": "source",
+    "open_view": "view",
+    "read_checkpoint": "source",
+    "write": "convert",
+}
+
+__all__ = [
+    "Options",
+    "Plan",
+    "Qwen35ConvError",
+    "__version__",
+    "make_plan",
+    "open_source",
+    "open_view",
+    "read_checkpoint",
+    "write",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)

@@ -1,0 +1,319 @@
+"""config.json as frozen, typed sizes: nested under `text_config` or flat, either generation's spelling."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from qwen35conv.errors import CheckpointError, SourceError
+
+DENSE, SPARSE = "qwen3_5", "qwen3_5_moe"
+_FAMILY = {
+    "qwen3_5": DENSE,
+    "qwen3_5_text": DENSE,
+    "qwen3_5_moe": SPARSE,
+    "qwen3_5_moe_text": SPARSE,
+}
+MLX_MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
+DEFAULT_THETA = 10_000_000.0
+_MAX_LAYERS = 4096  # far above any release; a bound for the tables made from it
+_MAX_SIZE = 2**31
+
+
+class LayerKind(Enum):
+    """What mixes the positions of a layer."""
+
+    LINEAR = "linear_attention"
+    FULL = "full_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding: base, the rotated share of head_dim, and the multimodal split of the frequencies."""
+
+    theta: float
+    partial_factor: float
+    mrope_section: tuple[int, ...]
+    mrope_interleaved: bool
+    theta_given: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleQuantization:
+    """How MLX packed a module: `mode` may be one that MLX itself does not know."""
+
+    group_size: int
+    bits: int
+    mode: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The `quantization` entry: a default, and modules under their stored names (None: not quantised)."""
+
+    default: ModuleQuantization
+    modules: Mapping[str, ModuleQuantization | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The sizes of the text model. Axes are counted in elements."""
+
+    model_type: str  # qwen3_5 or qwen3_5_moe
+    nested: bool
+    hidden_size: int
+    vocab_size: int
+    layer_kinds: tuple[LayerKind, ...]
+    intermediate_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    n_key_heads: int  # of the gated delta net, as the next three
+    n_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+    n_experts: int  # 0 for a dense model
+    n_experts_per_token: int
+    expert_size: int
+    shared_expert_size: int
+    norm_topk_prob: bool
+    tied: bool | None  # None where config.json does not say
+    rope: Rope
+    rms_norm_eps: float
+    attention_bias: bool
+    n_mtp_layers: int | None  # None where config.json does not say
+    has_vision: bool
+    vision_channels: int
+    quantization: Quantization | None
+    foreign_scheme: str | None  # quant_method of a scheme that is not MLX's
+    document: Mapping[str, Any]  # config.json as it stands, to be edited, never asked for sizes
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the trunk."""
+        return len(self.layer_kinds)
+
+    @property
+    def conv_size(self) -> int:
+        """Channels C of the causal convolution: queries, keys and values."""
+        return 2 * self.n_key_heads * self.key_dim + self.n_value_heads * self.value_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated values of each attention head."""
+        return int(self.head_dim * self.rope.partial_factor)
+
+
+def parse_json(where: str, raw: bytes) -> dict[str, Any]:
+    """A JSON object from a file beside the weights. Raises SourceError where it is none."""
+    try:
+        document = json.loads(raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        kind = "nested too deep" if isinstance(error, RecursionError) else f"not valid JSON: {error}"
+        raise SourceError(f"{where}: {kind}", hint="fetch this file again") from error
+    if not isinstance(document, dict):
+        raise SourceError(f"{where}: expected a JSON object, found {type(document).__name__}")
+    return document
+
+
+def parse_config(where: str, raw: bytes) -> ModelConfig:
+    """The sizes in config.json.
+
+    Raises SourceError for a file that is no config, CheckpointError for another architecture or impossible sizes.
+    """
+    document = parse_json(where, raw)
+    nested = isinstance(document.get("text_config"), dict)
+    text: dict[str, Any] = document["text_config"] if nested else document
+    model_type = _model_type(where, document, text)
+    read = _Reader(where, text)
+    n_layers = read.size("num_hidden_layers", maximum=_MAX_LAYERS)
+    hidden_size = read.size("hidden_size")
+    n_heads = read.size("num_attention_heads")
+    n_experts = read.size("num_experts", 0, minimum=0)
+    if model_type == SPARSE and not n_experts:
+        raise CheckpointError(f"{where}: {model_type} without num_experts")
+    return ModelConfig(
+        model_type=SPARSE if n_experts else DENSE,
+        nested=nested,
+        hidden_size=hidden_size,
+        vocab_size=read.size("vocab_size"),
+        layer_kinds=_layer_kinds(read, n_layers),
+        intermediate_size=read.size("intermediate_size", 0, minimum=0),
+        n_heads=n_heads,
+        n_kv_heads=read.size("num_key_value_heads", n_heads),
+        head_dim=read.size("head_dim", 256),
+        n_key_heads=read.size("linear_num_key_heads", 16),
+        n_value_heads=read.size("linear_num_value_heads", 32),
+        key_dim=read.size("linear_key_head_dim", 128),
+        value_dim=read.size("linear_value_head_dim", 128),
+        conv_kernel=read.size("linear_conv_kernel_dim", 4),
+        n_experts=n_experts,
+        n_experts_per_token=read.size("num_experts_per_tok", 8 if n_experts else 0, minimum=0),
+        expert_size=read.size("moe_intermediate_size", 0, minimum=0),
+        shared_expert_size=read.size("shared_expert_intermediate_size", 0, minimum=0),
+        norm_topk_prob=read.flag("norm_topk_prob", True),
+        tied=_tied(where, document, text),
+        rope=_rope(read),
+        rms_norm_eps=read.number("rms_norm_eps", 1e-6),
+        attention_bias=read.flag("attention_bias", False),
+        n_mtp_layers=_n_mtp_layers(document, text),
+        has_vision=isinstance(document.get("vision_config"), dict),
+        vision_channels=_vision_channels(where, document),
+        quantization=_quantization(where, document, text),
+        foreign_scheme=_foreign_scheme(document, text),
+        document=document,
+    )
+
+
+class _Reader:
+    """Typed reading of one level of config.json, with errors that name the key."""
+
+    def __init__(self, where: str, entries: Mapping[str, Any]) -> None:
+        self.where = where
+        self.entries = entries
+
+    def fail(self, key: str, wanted: str) -> CheckpointError:
+        found = self.entries.get(key)
+        return CheckpointError(f"{self.where}: {key}: expected {wanted}, found {str(found)[:60]!r}")
+
+    def size(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_SIZE) -> int:
+        value = self.entries.get(key)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or not minimum <= value <= maximum:
+            raise self.fail(key, f"a whole number from {minimum} to {maximum}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.entries.get(key)
+        if value is None:
+            return default
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise self.fail(key, "a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.entries.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(key, "true or false")
+        return value
+
+
+def _model_type(where: str, document: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    named = [level.get("model_type") for level in (document, text)]
+    found = next((_FAMILY[name] for name in named if isinstance(name, str) and name in _FAMILY), None)
+    if found is None or (isinstance(named[0], str) and named[0] not in _FAMILY):
+        raise CheckpointError(
+            f"{where}: model_type {str(named[0])[:60]!r} is not of the Qwen3.5 family",
+            hint=f"this tool converts {', '.join(_FAMILY)}; the gains of other architectures follow other rules",
+        )
+    return SPARSE if any(_FAMILY.get(str(name)) == SPARSE for name in named) else found
+
+
+def _vision_channels(where: str, document: Mapping[str, Any]) -> int:
+    vision = document.get("vision_config")
+    return _Reader(where, vision if isinstance(vision, dict) else {}).size("in_channels", 3)
+
+
+def _layer_kinds(read: _Reader, n_layers: int) -> tuple[LayerKind, ...]:
+    kinds = read.entries.get("layer_types")
+    if kinds is None:
+        interval = read.size("full_attention_interval", 4)
+        return tuple(LayerKind.LINEAR if (i + 1) % interval else LayerKind.FULL for i in range(n_layers))
+    known = {kind.value: kind for kind in LayerKind}
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) and kind in known for kind in kinds):
+        raise read.fail("layer_types", f"a list of {' and '.join(known)}")
+    if len(kinds) != n_layers:
+        raise CheckpointError(
+            f"{read.where}: layer_types has {len(kinds)} entries, num_hidden_layers is {n_layers}",
+        )
+    return tuple(known[kind] for kind in kinds)
+
+
+def _rope(read: _Reader) -> Rope:
+    nested = next(
+        (entry for key in ("rope_parameters", "rope_scaling") if isinstance(entry := read.entries.get(key), dict)), {}
+    )
+    inner = _Reader(read.where, {**read.entries, **{key: value for key, value in nested.items() if value is not None}})
+    section = inner.entries.get("mrope_section", [11, 11, 10])
+    if not isinstance(section, list) or not all(type(n) is int and n >= 0 for n in section):
+        raise inner.fail("mrope_section", "a list of whole numbers")
+    return Rope(
+        theta=inner.number("rope_theta", DEFAULT_THETA),
+        partial_factor=inner.number("partial_rotary_factor", 0.25),
+        mrope_section=tuple(section),
+        mrope_interleaved=inner.flag("mrope_interleaved", True),
+        theta_given=inner.entries.get("rope_theta") is not None,
+    )
+
+
+def _tied(where: str, document: Mapping[str, Any], text: Mapping[str, Any]) -> bool | None:
+    for level in (text, document):
+        value = level.get("tie_word_embeddings")
+        if isinstance(value, bool):
+            return value
+        if value is not None:
+            raise CheckpointError(f"{where}: tie_word_embeddings: expected true or false, found {str(value)[:60]!r}")
+    return None
+
+
+def _n_mtp_layers(document: Mapping[str, Any], text: Mapping[str, Any]) -> int | None:
+    for level in (text, document):
+        for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
+            if type(value := level.get(key)) is int and value >= 0:
+                return value
+    return None
+
+
+def _quantization_entries(document: Mapping[str, Any], text: Mapping[str, Any]) -> list[dict[str, Any]]:
+    keys = ("quantization", "quantization_config")
+    return [entry for key in keys for level in (document, text) if isinstance(entry := level.get(key), dict)]
+
+
+def _quantization(where: str, document: Mapping[str, Any], text: Mapping[str, Any]) -> Quantization | None:
+    """MLX's entry: it has `group_size` and `bits` but no `quant_method`."""
+    for entry in _quantization_entries(document, text):
+        if "quant_method" in entry or not ("bits" in entry or "mode" in entry):
+            continue
+        default = _module_quantization(where, entry)
+        modules = {
+            name: None if value is False else _module_quantization(where, {**_plain(entry), **value})
+            for name, value in entry.items()
+            if value is False or isinstance(value, dict)
+        }
+        return Quantization(default, modules)
+    return None
+
+
+def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if not isinstance(value, dict)}
+
+
+def _module_quantization(where: str, entry: Mapping[str, Any]) -> ModuleQuantization:
+    mode = entry.get("mode", "affine")
+    read = _Reader(f"{where}: quantization", entry)
+    if not isinstance(mode, str):
+        raise read.fail("mode", "a name")
+    return ModuleQuantization(
+        group_size=read.size("group_size", 64), bits=_bits(read, mode), mode=mode
+    )
+
+
+def _bits(read: _Reader, mode: str) -> int:
+    """Bits a value; a mode that MLX does not know may count them as it likes."""
+    if mode not in MLX_MODES and not isinstance(read.entries.get("bits"), int):
+        return 0
+    return read.size("bits", 4, maximum=64)
+
+
+def _foreign_scheme(document: Mapping[str, Any], text: Mapping[str, Any]) -> str | None:
+    for entry in _quantization_entries(document, text):
+        if isinstance(method := entry.get("quant_method"), str):
+            return method
+    return None

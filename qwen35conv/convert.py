@@ -1,0 +1,263 @@
+"""One conversion, from source to published folder: plan, write, prove, publish."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qwen35conv import __version__
+from qwen35conv.checkpoint import CONFIG, INDEX
+from qwen35conv.convention import Generation
+from qwen35conv.errors import DestinationError
+from qwen35conv.fixes import fixed
+from qwen35conv.header import build_header
+from qwen35conv.pieces import Write
+from qwen35conv.plan import Options, Plan, PlanShard, make_plan
+from qwen35conv.receipt import ShardRecord, build_receipt, build_source_gains, computed_gains, options_document
+from qwen35conv.sidecar import (
+    RECEIPT,
+    SOURCE_GAINS,
+    ConfigEdit,
+    SideFiles,
+    build_config,
+    build_index,
+    build_json,
+    config_edits,
+    side_files,
+)
+from qwen35conv.source import LocalSource, Source, read_checkpoint
+from qwen35conv.writer import BUFFER_BYTES, METADATA, Partial, Written, check_destination, publishing, write_shards
+
+MTP_INDEX = "mtp.safetensors.index.json"
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What a conversion will take, in bytes; `n_memory` is a bound on its buffers."""
+
+    n_read: int
+    n_written: int
+    n_shared: int
+    n_memory: int
+    n_free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Everything that is decided before the first byte is written."""
+
+    plan: Plan
+    destination: Path
+    sidecar: Path | None  # the draft head's own folder
+    config: dict[str, Any]
+    edits: tuple[ConfigEdit, ...]
+    files: SideFiles
+    preflight: Preflight
+    jobs: int
+
+    @property
+    def n_shard_bytes(self) -> int:
+        """Bytes of the shards' data, which progress counts."""
+        return sum(shard.n_bytes for shard in (*self.plan.shards, *self.plan.sidecar))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished conversion, and what was proved about it before it was published."""
+
+    preparation: Preparation
+    written: tuple[Written, ...]
+    seconds: float
+    n_headers: int  # files whose headers were read again
+    n_tensors: int  # names, dtypes and shapes that agree with the plan and config.json
+    n_gains: int  # computed gains that agree with the plan bit for bit
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the shards."""
+        return sum(written.n_bytes for written in self.written)
+
+
+def prepare(source: Source, plan: Plan, destination: Path, *, jobs: int | None = None) -> Preparation:
+    """What will be written, and what that takes. Nothing is changed.
+
+    Raises CheckpointError where config.json can't follow the tensors.
+    """
+    checkpoint = plan.checkpoint
+    config = build_config(plan)
+    files = side_files(checkpoint)
+    n_jobs = jobs or default_jobs()
+    shards = (*plan.shards, *plan.sidecar)
+    n_side = sum(checkpoint.listing[file] for file in files.copied)
+    n_made = len(build_json(config)) + len(build_json(build_index(plan.shards)))
+    parent = next(folder for folder in destination.absolute().parents if folder.is_dir())
+    return Preparation(
+        plan=plan,
+        destination=destination,
+        sidecar=destination.with_name(destination.name + "-mtp") if plan.sidecar else None,
+        config=config,
+        edits=config_edits(checkpoint.config.document, config),
+        files=files,
+        preflight=Preflight(
+            n_read=n_side + sum(piece.n_bytes for shard in shards for write in shard.writes for piece in write.pieces),
+            n_written=n_side + n_made + sum(file_bytes(shard) for shard in shards),
+            n_shared=0,
+            n_memory=n_jobs * BUFFER_BYTES,
+            n_free=shutil.disk_usage(parent).free,
+        ),
+        jobs=n_jobs,
+    )
+
+
+def write(
+    source: Source,
+    plan: Plan,
+    destination: Path | str,
+    *,
+    jobs: int | None = None,
+    overwrite: bool = False,
+    checksum: bool = False,
+    on_bytes: Callable[[int], None] = lambda n: None,
+) -> Outcome:
+    """Carry a plan out: `destination` appears when it is whole and proved, or not at all.
+
+    `on_bytes` is told of written bytes as they come. Raises DestinationError where the folder can't be written, and
+    SourceError where the source can't be read or changes meanwhile. What is finished is kept; the same call resumes.
+    """
+    return carry_out(
+        source,
+        prepare(source, plan, Path(destination), jobs=jobs),
+        overwrite=overwrite,
+        checksum=checksum,
+        on_bytes=on_bytes,
+    )
+
+
+def carry_out(
+    source: Source,
+    preparation: Preparation,
+    *,
+    overwrite: bool = False,
+    checksum: bool = False,
+    on_bytes: Callable[[int], None] = lambda n: None,
+) -> Outcome:
+    """As `write`, from what was prepared."""
+    begun = time.monotonic()
+    plan, destination, aside = preparation.plan, preparation.destination, preparation.sidecar
+    folder = source.local_path("")
+    for target in (destination, aside):
+        if target is not None and folder is not None:
+            check_destination(folder, target)
+    key = conversion_key(source, plan)
+    with ExitStack() as stack:
+        partial = stack.enter_context(publishing(destination, key=key, overwrite=overwrite))
+        beside = stack.enter_context(publishing(aside, key=key, overwrite=overwrite)) if aside is not None else None
+        _check_space(preparation, [partial] if beside is None else [partial, beside])
+        written = write_shards(
+            plan.shards, source, partial, jobs=preparation.jobs, checksum=checksum, on_bytes=on_bytes
+        )
+        if beside is not None:
+            written += write_shards(
+                plan.sidecar, source, beside, jobs=preparation.jobs, checksum=checksum, on_bytes=on_bytes
+            )
+            beside.write_file(MTP_INDEX, build_json(build_index(plan.sidecar)))
+        _write_side_files(source, preparation, partial, written)
+        n_headers, n_tensors, n_gains = prove(source, plan, partial.folder)
+    return Outcome(preparation, written, time.monotonic() - begun, n_headers, n_tensors, n_gains)
+
+
+def prove(source: Source, plan: Plan, folder: Path) -> tuple[int, int, int]:
+    """Files, tensors and computed gains of a result that agree with the plan: its headers and gains are read again.
+
+    Raises DestinationError where the result is not what was planned.
+    """
+    result = read_checkpoint(LocalSource(folder, str(folder)))
+    found = {tensor.name: tensor for tensor in result.tensors}
+    planned = {write.name: write for write in plan.writes()}
+    wrong = [
+        name
+        for name in found.keys() | planned.keys()
+        if name not in found
+        or name not in planned
+        or (found[name].dtype, found[name].shape) != (planned[name].dtype, planned[name].shape)
+    ]
+    again = make_plan(
+        result, Options(assume=Generation.CANONICAL, keep_vision=plan.options.keep_vision, mtp=plan.options.mtp)
+    )
+    if wrong or not again.is_identity:
+        raise DestinationError(f"{folder}: the result is not what was planned: {sorted(wrong)[:3]}")
+    gains = [write for write in computed_gains(plan) if write.name in found]
+    for gain in gains:
+        tensor = found[gain.name]
+        (stored,) = LocalSource(folder, "").read(tensor.file, [(tensor.begin, tensor.end)])
+        if stored != fixed(gain, _joined(source, gain)):
+            raise DestinationError(f"{folder}: {gain.name}: the written gain is not what was planned")
+    return len(result.shards), len(found), len(gains)
+
+
+def conversion_key(source: Source, plan: Plan) -> str:
+    """A digest of version, source files, options and plan: equal keys write equal bytes."""
+    digest = hashlib.sha256()
+    files = [shard.file for shard in plan.checkpoint.shards]
+    digest.update(json.dumps([__version__, options_document(plan)]).encode())
+    digest.update(json.dumps([[file, source.identity(file)] for file in files]).encode())
+    for shard in (*plan.shards, *plan.sidecar):
+        digest.update(repr((shard.file, [(w.name, w.dtype, w.shape, w.fix, w.pieces) for w in shard.writes])).encode())
+    return digest.hexdigest()
+
+
+def file_bytes(shard: PlanShard) -> int:
+    """Bytes of a shard's file, header included."""
+    return len(build_header(shard.tensors(), METADATA)) + shard.n_bytes
+
+
+def default_jobs() -> int:
+    """Shards at once: more than a few only make the disk seek."""
+    return min(4, os.cpu_count() or 1)
+
+
+def _check_space(preparation: Preparation, partials: Sequence[Partial]) -> None:
+    n_done = sum(partial.n_finished_bytes for partial in partials)
+    need, free = preparation.preflight.n_written - n_done, preparation.preflight.n_free
+    if need > free:
+        raise DestinationError(
+            f"{preparation.destination}: needs {need} bytes, the file system has {free} free",
+            hint="free some space, or choose a destination on another disk",
+        )
+
+
+def _write_side_files(
+    source: Source, preparation: Preparation, partial: Partial, written: Sequence[Written]
+) -> None:
+    plan = preparation.plan
+    for file in preparation.files.copied:
+        n_bytes = plan.checkpoint.listing[file]
+        partial.write_file(
+            file,
+            (
+                source.read(file, [(begin, min(begin + _BLOCK, n_bytes))])[0]
+                for begin in range(0, n_bytes, _BLOCK)
+            ),
+        )
+    gains = {write.sources[0]: (write, _joined(source, write)) for write in computed_gains(plan)}
+    if gains:
+        partial.write_file(SOURCE_GAINS, build_source_gains(gains))
+    records = [ShardRecord(shard.file, shard.n_bytes, shard.sha256) for shard in written]
+    receipt = build_receipt(plan, records, preparation.edits, preparation.files)
+    partial.write_file(CONFIG, build_json(preparation.config))
+    partial.write_file(RECEIPT, build_json(receipt))
+    partial.write_file(INDEX, build_json(build_index(plan.shards)))
+
+
+def _joined(source: Source, write: Write) -> bytes:
+    return b"".join(source.read(piece.file, [(piece.begin, piece.end)])[0] for piece in write.pieces)
+

@@ -1,0 +1,37 @@
+"""Every error raised on purpose."""
+
+from __future__ import annotations
+
+
+class Qwen35ConvError(Exception):
+    """A problem with what we were given; `hint` says what to do next, `exit_code` what the command returns."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class CheckpointError(Qwen35ConvError):
+    """A readable checkpoint that is wrong or not for us: an unknown name, a missing expert, another architecture."""
+
+
+class ConventionError(CheckpointError):
+    """A checkpoint whose generation is broken, mixed or unknown, so that converting it would be a guess."""
+
+
+class SourceError(Qwen35ConvError):
+    """A source that can't be read as a checkpoint: missing, incomplete or changing files, no access."""
+
+    exit_code = 3
+
+
+class HeaderError(SourceError):
+    """A file that is no valid safetensors file."""
+
+
+class DestinationError(Qwen35ConvError):
+    """A destination that can't be written: it exists, is the source, is full, or is not ours to write."""
+
+    exit_code = 4

@@ -1,0 +1,30 @@
+"""The only arithmetic of a conversion: a gain plus or minus one, a cast, and the patch embedding's axes."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from qwen35conv.header import Dtype
+from qwen35conv.pieces import Fix, Write
+from qwen35conv.source import values_of
+
+_FLOATS = {Dtype.BF16: np.dtype(ml_dtypes.bfloat16), Dtype.F16: np.dtype("<f2"), Dtype.F32: np.dtype("<f4")}
+_SHIFTS = {Fix.ADD_ONE: 1.0, Fix.SUBTRACT_ONE: -1.0, Fix.CAST: 0.0}
+
+
+def fixed(write: Write, raw: bytes) -> bytes:
+    """The bytes of a canonical tensor from its joined pieces.
+
+    A shift is a float32 add, rounded once (nearest even) to the written dtype: the bits of the same add in that dtype.
+    """
+    if write.fix is Fix.NONE:
+        return raw
+    if write.fix is Fix.PATCH_AXES:
+        n_bytes = write.source_dtype.n_bits // 8
+        stored = np.frombuffer(raw, f"V{n_bytes}").reshape(write.source_shape)
+        return np.ascontiguousarray(np.moveaxis(stored, 1, -1)).tobytes()
+    values = values_of(write.source_dtype, raw)
+    if write.fix is not Fix.CAST:
+        values = values + np.float32(_SHIFTS[write.fix])
+    return values.astype(_FLOATS[write.dtype]).tobytes()

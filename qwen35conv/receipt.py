@@ -1,0 +1,149 @@
+"""The receipt: what was done, from which bytes and on which evidence, so that anyone can replay one tensor.
+
+The same source, options and version give the same receipt: no times, no absolute paths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from qwen35conv import __version__
+from qwen35conv.convention import Verdict
+from qwen35conv.header import TensorInfo, build_header
+from qwen35conv.pieces import Fix, Write
+from qwen35conv.plan import Plan, PlanShard
+from qwen35conv.sidecar import ConfigEdit, SideFiles
+
+SCHEMA = "qwen35/receipt/1"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """One shard as it was written: its file, the whole file's bytes, and its SHA-256 where that was asked for."""
+
+    file: str
+    n_bytes: int
+    sha256: str | None
+
+
+def build_receipt(
+    plan: Plan,
+    records: Sequence[ShardRecord],
+    edits: Sequence[ConfigEdit],
+    files: SideFiles,
+) -> dict[str, Any]:
+    """The receipt as a JSON document."""
+    checkpoint = plan.checkpoint
+    return {
+        "schema": SCHEMA,
+        "tool": {"name": "qwen35conv", "version": __version__},
+        "source": {
+            "name": PurePath(checkpoint.label).name or checkpoint.label,
+            "shards": {shard.file: shard.header.n_bytes for shard in checkpoint.shards},
+        },
+        "options": options_document(plan),
+        "verdict": verdict_document(plan.verdicts.trunk),
+        "head_verdict": verdict_document(plan.verdicts.head) if plan.verdicts.head is not None else None,
+        "gain_shift": plan.shift,
+        "head_gain_shift": plan.head_shift,
+        "rules": rule_counts(plan),
+        "dropped": {skip.name: skip.reason for skip in plan.skips},
+        "findings": [{"code": found.code, "text": found.text} for found in plan.findings],
+        "config_edits": [
+            {"key": edit.key, "before": edit.before, "after": edit.after}
+            | ({"moved_from": edit.moved_from} if edit.moved_from is not None else {})
+            for edit in edits
+        ],
+        "files_copied": list(files.copied),
+        "files_left": dict(files.left),
+        "shards": {
+            record.file: {"n_bytes": record.n_bytes} | ({"sha256": record.sha256} if record.sha256 else {})
+            for record in records
+        },
+        "tensors": {
+            write.name: _tensor(shard, write) for shard in (*plan.shards, *plan.sidecar) for write in shard.writes
+        },
+    }
+
+
+def rule_counts(plan: Plan) -> dict[str, dict[str, int]]:
+    """Tensors and bytes by what happens to them, skipped ones by their reason."""
+    tensors: Counter[str] = Counter()
+    n_bytes: Counter[str] = Counter()
+    for shard in (*plan.shards, *plan.sidecar):
+        for write in shard.writes:
+            tensors[write.rule.value] += 1
+            n_bytes[write.rule.value] += write.n_bytes
+    for skip in plan.skips:
+        tensors[f"dropped: {skip.reason}"] += 1
+        n_bytes[f"dropped: {skip.reason}"] += skip.n_bytes
+    return {rule: {"tensors": n, "n_bytes": n_bytes[rule]} for rule, n in tensors.items()}
+
+
+def verdict_document(verdict: Verdict) -> dict[str, Any]:
+    """A verdict with what it rests on."""
+    return {
+        "generation": verdict.generation.value,
+        "by": verdict.by,
+        "reasons": list(verdict.reasons),
+        "warnings": list(verdict.warnings),
+        "outliers": list(verdict.outliers),
+        "facts": None
+        if verdict.facts is None
+        else {
+            "naming": verdict.facts.naming.value,
+            "conv": verdict.facts.conv.value,
+            "has_mtp": verdict.facts.has_mtp,
+            "metadata_format": verdict.facts.metadata_format,
+            "markers": [list(marker) for marker in verdict.facts.markers],
+        },
+    }
+
+
+def options_document(plan: Plan) -> dict[str, Any]:
+    """The options of a plan under their long names."""
+    options = plan.options
+    return {
+        "keep-vision": options.keep_vision,
+        "mtp": options.mtp.value,
+        "assume": options.assume.value if options.assume is not None else None,
+        "repair": options.repair,
+        "norm-dtype": options.norm_dtype.value,
+        "max-shard-size": options.max_shard_bytes,
+        "tie-embeddings": options.tie,
+    }
+
+
+def computed_gains(plan: Plan) -> tuple[Write, ...]:
+    """The writes whose source bytes can't be had back from the result: folding in bfloat16 loses bits."""
+    return tuple(
+        write
+        for shard in (*plan.shards, *plan.sidecar)
+        for write in shard.writes
+        if write.fix in (Fix.ADD_ONE, Fix.SUBTRACT_ONE, Fix.CAST)
+    )
+
+
+def build_source_gains(gains: Mapping[str, tuple[Write, bytes]]) -> bytes:
+    """A safetensors file that holds the stored bytes of each computed gain under its name in the source."""
+    infos, end = [], 0
+    for name, (write, raw) in gains.items():
+        begin, end = end, end + len(raw)
+        infos.append(TensorInfo(name, write.source_dtype, write.source_shape, begin, end))
+    return build_header(infos, {"holds": "source gains"}) + b"".join(raw for _, raw in gains.values())
+
+
+def _tensor(shard: PlanShard, write: Write) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "file": shard.file,
+        "dtype": write.dtype.value,
+        "shape": list(write.shape),
+        "pieces": [[piece.file, piece.begin, piece.end] for piece in write.pieces],
+    }
+    if write.fix is not Fix.NONE:
+        found |= {"fix": write.fix.value, "source_dtype": write.source_dtype.value}
+    return found

@@ -1,0 +1,351 @@
+"""Where a checkpoint lies, and how it is read: listings, byte ranges, and the facts that a plan is made of."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from qwen35conv.checkpoint import (
+    CONFIG,
+    INDEX,
+    SUFFIX,
+    Checkpoint,
+    Finding,
+    Severity,
+    Shard,
+    Sidecar,
+    SourceTensor,
+    check_is_model,
+    choose_files,
+    few,
+    gain_name,
+    is_value,
+    locate,
+    parse_index,
+)
+from qwen35conv.config import parse_config
+from qwen35conv.convention import Gain
+from qwen35conv.errors import Qwen35ConvError, SourceError
+from qwen35conv.header import LENGTH_BYTES, Dtype, Header, parse_header, parse_length, shown
+from qwen35conv.layout import Place, Region, Role, parse_name
+
+_MAX_DEPTH = 3  # of subfolders that are looked into for strays
+_MAX_JSON = 200_000_000  # bytes: an index of a million tensors is well below
+_BLOCK = 1 << 20
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+Range = tuple[int, int]
+
+
+class Source(Protocol):
+    """Files to read by name and byte range."""
+
+    @property
+    def label(self) -> str:
+        """What people call it."""
+
+    @property
+    def listing(self) -> Mapping[str, int]:
+        """Every file, by its path inside the source with `/`, and its bytes."""
+
+    def read(self, file: str, ranges: Sequence[Range]) -> list[bytes]:
+        """The bytes of each range of a file. Raises SourceError where it ends early or can't be read."""
+
+    def identity(self, file: str) -> str:
+        """A text that changes when the file does."""
+
+    def local_path(self, file: str) -> Path | None:
+        """The file on this machine, where it is one."""
+
+
+@dataclass(frozen=True)
+class LocalSource:
+    """A folder, or one safetensors file of it. Never opened for writing."""
+
+    folder: Path
+    label: str
+    only: str | None = None  # read this shard alone, whatever an index says
+
+    @cached_property
+    def listing(self) -> Mapping[str, int]:
+        """Every regular file to a depth of three folders, and its bytes; links to files are followed."""
+        found = dict(_walk(self.folder, ""))
+        if self.only is not None:
+            found = {f: n for f, n in found.items() if f == self.only or not (f.endswith(SUFFIX) or f == INDEX)}
+        return found
+
+    def read(self, file: str, ranges: Sequence[Range]) -> list[bytes]:
+        """The bytes of each range of a file. Raises SourceError where it ends early or can't be read."""
+        path = self.folder / file
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise SourceError(f"{path}: not a regular file")
+            with path.open("rb", buffering=0) as opened:
+                found = []
+                for begin, end in ranges:
+                    opened.seek(begin)
+                    found.append(_read_exactly(opened.fileno(), path, end - begin))
+                return found
+        except OSError as error:
+            raise SourceError(f"{path}: can't be read: {error.strerror or error}") from error
+
+    def identity(self, file: str) -> str:
+        """Bytes, time of the last change, and number of the file."""
+        try:
+            found = (self.folder / file).stat()
+        except OSError as error:
+            raise SourceError(f"{self.folder / file}: can't be read: {error.strerror or error}") from error
+        return f"{found.st_size}:{found.st_mtime_ns}:{found.st_ino}"
+
+    def local_path(self, file: str) -> Path:
+        """The file on this machine."""
+        return self.folder / file
+
+
+def open_source(spec: str) -> LocalSource:
+    """The source that `spec` names: a folder or a single safetensors file.
+
+    Raises SourceError where nothing is there.
+    """
+    path = Path(spec).expanduser()
+    try:
+        if path.is_dir():
+            return LocalSource(path, spec)
+        if path.is_file():
+            if path.suffix != SUFFIX:
+                raise SourceError(f"{spec}: not a folder, and not a {SUFFIX} file", hint="give the checkpoint's folder")
+            return LocalSource(path.parent, spec, only=path.name)
+        exists = path.exists()
+    except OSError as error:
+        raise SourceError(f"{shown(spec)}: can't be opened: {error.strerror or error}") from error
+    except ValueError as error:
+        raise SourceError(f"{shown(spec)}: no valid path: {error}") from error
+    if exists:
+        raise SourceError(f"{spec}: neither a folder nor a regular file")
+    raise SourceError(f"{shown(spec)}: no such folder or file", hint="check the path; it was not found on this machine")
+
+
+def read_checkpoint(source: Source, *, ignore_index: bool = False) -> Checkpoint:
+    """All facts of a checkpoint: headers, config, index, and the few KB of gains; no other tensor is read.
+
+    Raises SourceError or HeaderError for what can't be read, CheckpointError for what is no such model.
+    """
+    listing = source.listing
+    weight_map = None
+    if INDEX in listing and not ignore_index:
+        weight_map = parse_index(_read_json(source, INDEX))
+    chosen = choose_files(source.label, listing, weight_map)
+    if CONFIG not in listing:
+        raise SourceError(f"{source.label}: no {CONFIG} beside the shards", hint="fetch it from the model's repository")
+    config = parse_config(f"{source.label}/{CONFIG}", _read_json(source, CONFIG))
+    shards = [Shard(file, read_header(source, file)) for file in chosen.files]
+    strays = list(chosen.strays)
+    if weight_map is None and len(shards) > 1:
+        heads = [shard.file for shard in shards if _is_draft_head(shard.header)]
+        if len(heads) < len(shards):
+            shards = [shard for shard in shards if shard.file not in heads]
+            strays += heads
+    tensors, findings = locate(shards, weight_map)
+    if weight_map is None:
+        tensors, equal = _without_copies(source, tensors)
+        findings += equal
+    check_is_model(source.label, tensors)
+    gains, not_finite, odd = _read_values(source, tensors)
+    sidecars, strays = _read_sidecars(source, strays, findings)
+    metadata = next((shard.header.metadata for shard in shards if shard.header.metadata), ())
+    return Checkpoint(
+        label=source.label,
+        config=config,
+        metadata=dict(metadata),
+        listing=listing,
+        shards=tuple(shards),
+        tensors=tuple(tensors),
+        gains=gains,
+        not_finite=not_finite,
+        head_equals_embeddings=_compare_head(source, tensors) if config.tied else None,
+        strays=tuple(strays),
+        sidecars=sidecars,
+        findings=(*findings, *odd),
+    )
+
+
+def read_header(source: Source, file: str) -> Header:
+    """The parsed header of one file. Raises HeaderError where it is not strictly valid."""
+    n_file = source.listing[file]
+    (prefix,) = source.read(file, [(0, min(n_file, LENGTH_BYTES))])
+    n_header = parse_length(file, prefix, n_file)
+    (raw,) = source.read(file, [(LENGTH_BYTES, LENGTH_BYTES + n_header)])
+    return parse_header(file, raw, n_file)
+
+
+def values_of(dtype: Dtype, raw: bytes) -> np.ndarray:
+    """Stored BF16, F16 or F32 values as float32, exactly."""
+    if dtype is Dtype.BF16:
+        return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+    return np.frombuffer(raw, "<f2" if dtype is Dtype.F16 else "<f4").astype(np.float32)
+
+
+def _walk(folder: Path, prefix: str, depth: int = 0) -> Iterator[tuple[str, int]]:
+    try:
+        with os.scandir(folder) as entries:
+            listed = sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        if depth:
+            return  # a subfolder of no concern
+        raise SourceError(f"{folder}: can't be read: {error.strerror or error}") from error
+    for entry in listed:
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                if depth < _MAX_DEPTH and entry.name != ".git":
+                    yield from _walk(Path(entry.path), f"{prefix}{entry.name}/", depth + 1)
+            elif stat.S_ISREG((found := entry.stat()).st_mode):
+                yield f"{prefix}{entry.name}", found.st_size
+        except OSError as error:
+            if not prefix and entry.name.endswith(SUFFIX):  # a link into a cache whose file is gone
+                raise SourceError(
+                    f"{folder / entry.name}: can't be read: {error.strerror or error}",
+                    hint="a dangling link: fetch the file again",
+                ) from error
+
+
+def _read_exactly(descriptor: int, path: Path, n_bytes: int) -> bytes:
+    parts = []
+    while n_bytes:
+        part = os.read(descriptor, n_bytes)
+        if not part:
+            raise SourceError(f"{path}: ends {n_bytes} bytes early", hint="the file shrank, or its download is unfinished")
+        parts.append(part)
+        n_bytes -= len(part)
+    return b"".join(parts)
+
+
+def _read_json(source: Source, file: str) -> bytes:
+    n_bytes = source.listing[file]
+    if n_bytes > _MAX_JSON:
+        raise SourceError(f"{file}: {n_bytes} bytes: too large for what it should be")
+    return source.read(file, [(0, n_bytes)])[0]
+
+
+def _is_draft_head(header: Header) -> bool:
+    """Whether a file holds nothing but a draft head."""
+    places = [parse_name(tensor.name) for tensor in header.tensors]
+    return bool(places) and all(place is not None and place.region is Region.MTP for place in places)
+
+
+def _without_copies(source: Source, tensors: list[SourceTensor]) -> tuple[list[SourceTensor], list[Finding]]:
+    """Each tensor once. Raises SourceError where two shards hold different tensors of one name."""
+    once: dict[str, SourceTensor] = {}
+    copies = []
+    for tensor in tensors:
+        first = once.setdefault(tensor.name, tensor)
+        if first is tensor:
+            continue
+        alike = (first.dtype, first.shape) == (tensor.dtype, tensor.shape) and _equal(source, first, tensor)
+        if not alike:
+            raise SourceError(
+                f"{shown(tensor.name)}: stands in {first.file} and {tensor.file}, with different values",
+                hint="without an index nobody knows which is right; remove the file that does not belong",
+            )
+        copies.append(tensor.name)
+    found = Finding(
+        "equal-copies", f"{len(copies)} tensors stand in two shards, with equal bytes: {few(copies)}", Severity.WARNING
+    )
+    return list(once.values()), [found] if copies else []
+
+
+def _equal(source: Source, a: SourceTensor, b: SourceTensor) -> bool:
+    """Whether two tensors of equal length hold the same bytes; stops at the first difference."""
+    for offset in range(0, a.n_bytes, _BLOCK):
+        n_bytes = min(_BLOCK, a.n_bytes - offset)
+        (x,) = source.read(a.file, [(a.begin + offset, a.begin + offset + n_bytes)])
+        (y,) = source.read(b.file, [(b.begin + offset, b.begin + offset + n_bytes)])
+        if x != y:
+            return False
+    return True
+
+
+def _compare_head(source: Source, tensors: Sequence[SourceTensor]) -> bool | None:
+    """Whether a stored head equals the embeddings; None where none is stored."""
+    heads = {t.place.parameter: t for t in tensors if t.place and t.place.region is Region.HEAD}
+    rows = {t.place.parameter: t for t in tensors if t.place and t.place.role is Role.EMBEDDING}
+    if not heads:
+        return None
+    return heads.keys() == rows.keys() and all(
+        (head.dtype, head.shape) == (rows[key].dtype, rows[key].shape) and _equal(source, head, rows[key])
+        for key, head in heads.items()
+    )
+
+
+def _read_values(
+    source: Source, tensors: Sequence[SourceTensor]
+) -> tuple[tuple[Gain, ...], tuple[str, ...], list[Finding]]:
+    """The gains, the names of those and of decay parameters that are not finite, and findings."""
+    by_file: dict[str, list[SourceTensor]] = {}
+    for tensor in tensors:
+        if is_value(tensor):
+            by_file.setdefault(tensor.file, []).append(tensor)
+    gains: dict[str, Gain] = {}
+    not_finite, without_decay = [], []
+    for file, members in by_file.items():
+        for tensor, raw in zip(members, source.read(file, [(t.begin, t.end) for t in members]), strict=True):
+            values = values_of(tensor.dtype, raw)
+            place = tensor.place
+            assert place is not None
+            if place.role is not Role.DECAY:
+                gains[tensor.name] = Gain(tensor.name, gain_name(place), tensor.file, tensor.dtype.value, values)
+            if np.isfinite(values).all():
+                continue
+            if place.path.endswith("A_log") and not np.isnan(values).any() and values.max() < np.inf:
+                without_decay.append(tensor.name)
+            else:
+                not_finite.append(tensor.name)
+    findings = []
+    if without_decay:
+        text = f"{len(without_decay)} A_log hold -inf (heads that never forget): {few(without_decay)}"
+        findings.append(Finding("a-log-infinite", text, Severity.WARNING))
+    return tuple(gains[t.name] for t in tensors if t.name in gains), tuple(not_finite), findings
+
+
+def _read_sidecars(
+    source: Source, strays: Sequence[str], findings: list[Finding]
+) -> tuple[tuple[Sidecar, ...], list[str]]:
+    """Draft heads beside the shards, and the strays that are none. A broken stray is only a finding."""
+    sidecars, others = [], []
+    for file in strays:
+        try:
+            header = read_header(source, file)
+            members = [tensor for tensor in _sidecar_tensors(file, header) if is_value(tensor)]
+            if not members:
+                others.append(file)
+                continue
+            raws = source.read(file, [(tensor.begin, tensor.end) for tensor in members])
+        except Qwen35ConvError as error:
+            findings.append(Finding("stray-broken", f"a file that takes no part is broken: {error}", Severity.WARNING))
+            others.append(file)
+            continue
+        gains = (
+            Gain(t.name, gain_name(t.place), file, t.dtype.value, values_of(t.dtype, raw))
+            for t, raw in zip(members, raws, strict=True)
+            if t.place is not None and t.place.role is Role.GAIN
+        )
+        sidecars.append(Sidecar(file, len(header.tensors), tuple(gains)))
+    return tuple(sidecars), others
+
+
+def _sidecar_tensors(file: str, header: Header) -> Iterator[SourceTensor]:
+    """The draft head's tensors of a file; in a file named after it they may lack the `mtp.` prefix."""
+    for info in header.tensors:
+        place: Place | None = parse_name(info.name)
+        if (place is None or place.role is None) and "mtp" in file.lower():
+            place = parse_name(f"mtp.{info.name}")
+        if place is not None and place.region is Region.MTP:
+            begin = header.data_begin
+            yield SourceTensor(info.name, info.dtype, info.shape, file, begin + info.begin, begin + info.end, place)

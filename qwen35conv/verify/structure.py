@@ -1,0 +1,48 @@
+"""Whether a checkpoint holds every tensor that its config implies, and none more."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from qwen35conv.checkpoint import Checkpoint, few
+from qwen35conv.errors import CheckpointError
+from qwen35conv.header import Dtype
+from qwen35conv.inventory import check_inventory
+from qwen35conv.layout import Region, Role, parse_name
+from qwen35conv.pieces import Fix, Write
+from qwen35conv.plan import Plan
+from qwen35conv.verify.check import Check, Value
+
+FLOATS = (Dtype.BF16, Dtype.F16, Dtype.F32)
+_PACKABLE = (Role.LINEAR, Role.EMBEDDING, Role.EXPERTS)
+
+
+def check_structure(checkpoint: Checkpoint, plan: Plan) -> Check:
+    """Whether every tensor that config.json implies is there with its shape and dtype, and nothing else."""
+    writes = tuple(plan.writes())
+    shifted = sum(write.fix in (Fix.ADD_ONE, Fix.SUBTRACT_ONE) for write in writes)
+    details: list[tuple[str, Value]] = [
+        ("generation", plan.verdict.generation.value),
+        ("tensors", len(writes)),
+        ("bytes", sum(write.n_bytes for write in writes)),
+        ("dtypes", ", ".join(f"{n} {dtype}" for dtype, n in Counter(w.dtype.value for w in writes).most_common())),
+        ("packed modules", len(plan.packing)),
+        ("gains shifted on reading", shifted),
+        ("tensors left out", len(plan.skips)),
+    ]
+    try:
+        check_inventory(checkpoint.label, writes, checkpoint.config, tied=plan.tied, modes=plan.packing)
+    except CheckpointError as error:
+        return Check("structure", False, str(error), tuple(details))
+    if wrong := [f"{write.name} ({write.dtype.value})" for write in writes if not _is_typed(write, plan)]:
+        return Check("structure", False, f"{len(wrong)} tensors in a dtype they can't have: {few(wrong)}", tuple(details))
+    summary = f"{len(writes)} tensors: each that config.json implies, none more"
+    return Check("structure", True, summary, tuple(details))
+
+
+def _is_typed(write: Write, plan: Plan) -> bool:
+    place = parse_name(write.name)
+    if place is None or place.region is Region.VISION or write.dtype in FLOATS:
+        return True
+    module = write.name.rpartition(".")[0]
+    return place.role in _PACKABLE and module in plan.packing

@@ -1,0 +1,82 @@
+"""Whether the stored values can be right: the gains' verdict, and no NaN or infinity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from qwen35conv.checkpoint import Checkpoint, few
+from qwen35conv.header import Dtype
+from qwen35conv.pieces import Piece, Write
+from qwen35conv.plan import Plan
+from qwen35conv.source import Source
+from qwen35conv.verify.check import Check, OnProgress, Value
+
+_SAMPLES = 4  # blocks of each tensor
+_SAMPLE_BYTES = 1 << 16
+_BLOCK_BYTES = 4 << 20
+# The bits of a number's exponent: all set in a NaN and in an infinity.
+_EXPONENTS: dict[Dtype, tuple[str, int]] = {
+    Dtype.BF16: ("<u2", 0x7F80),
+    Dtype.F16: ("<u2", 0x7C00),
+    Dtype.F32: ("<u4", 0x7F800000),
+}
+
+
+def check_values(
+    source: Source, checkpoint: Checkpoint, plan: Plan, *, everything: bool, on_progress: OnProgress | None = None
+) -> Check:
+    """The verdict on the gains, and whether a sample of every tensor (or `everything`) is finite."""
+    verdict = plan.verdict
+    writes = [write for write in plan.writes() if _exponent(write, plan) is not None]
+    details: list[tuple[str, Value]] = [("gains", verdict.generation.value), ("by", verdict.by)]
+    details += [("because", reason) for reason in verdict.reasons]
+    bad, n_bytes = list(checkpoint.not_finite), 0
+    for i, write in enumerate(writes):
+        exponent = _exponent(write, plan)
+        assert exponent is not None
+        for piece in _blocks(write, everything=everything):
+            (raw,) = source.read(piece.file, [(piece.begin, piece.end)])
+            n_bytes += piece.n_bytes
+            bits = np.frombuffer(raw, exponent[0])
+            if ((bits & exponent[1]) == exponent[1]).any() and not write.name.endswith("A_log"):
+                bad.append(write.name)
+                break
+        if on_progress is not None:
+            on_progress("values", i + 1, len(writes))
+    details.append(("bytes looked at" if everything else "bytes sampled", n_bytes))
+    if not verdict.converts:
+        reason = verdict.reasons[0] if verdict.reasons else "no evidence"
+        return Check("values", False, f"the norm gains are {verdict.generation.value}: {reason}", tuple(details))
+    if bad:
+        return Check("values", False, f"NaN or infinity in {len(bad)} tensors: {few(bad)}", tuple(details))
+    looked = "every value" if everything else "a sample of every tensor"
+    return Check("values", True, f"gains are {verdict.generation.value}; {looked} is finite", tuple(details))
+
+
+def _exponent(write: Write, plan: Plan) -> tuple[str, int] | None:
+    """How the bits of a stored tensor show a NaN; None where they can't."""
+    if write.source_dtype in _EXPONENTS:
+        return _EXPONENTS[write.source_dtype]
+    module, _, parameter = write.name.rpartition(".")
+    packing = plan.packing.get(module)
+    if packing is None or parameter != "scales" or write.source_dtype is not Dtype.U8:
+        return None
+    # Scales of 8 bits: a bare exponent, or E4M3, whose only NaNs have all bits but the sign set.
+    return {"mxfp4": ("u1", 0xFF), "mxfp8": ("u1", 0xFF), "nvfp4": ("u1", 0x7F)}.get(packing.mode)
+
+
+def _blocks(write: Write, *, everything: bool) -> Iterator[Piece]:
+    """What to read of a tensor: all of it, or a few blocks spread over it."""
+    if everything or sum(piece.n_bytes for piece in write.pieces) <= _SAMPLES * _SAMPLE_BYTES:
+        for piece in write.pieces:
+            for begin in range(piece.begin, piece.end, _BLOCK_BYTES):
+                yield Piece(piece.file, begin, min(begin + _BLOCK_BYTES, piece.end))
+        return
+    n_value = write.source_dtype.n_bits // 8
+    for i in range(_SAMPLES):
+        piece = write.pieces[i * len(write.pieces) // _SAMPLES]
+        n_bytes = min(_SAMPLE_BYTES, piece.n_bytes)
+        begin = piece.begin + (piece.n_bytes - n_bytes) * i // (_SAMPLES - 1) // n_value * n_value
+        yield Piece(piece.file, begin, begin + n_bytes)

@@ -1,0 +1,108 @@
+// The Metal names that the kernel body uses, for a C++ compiler: groups of 32 lanes that run in lock step.
+//
+// Every lane is a coroutine with a stack of its own. It runs until it gives a value to a shuffle; once all 32 have
+// given theirs, each goes on with its partner's. Lanes that part ways (one ends or shuffles elsewhere while another
+// still shuffles) are an error, as they would be undefined on a GPU.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace shim {
+
+constexpr int n_lanes = 32;
+constexpr size_t stack_bytes = 256 * 1024;
+
+struct Position {
+  unsigned x, y, z;
+};
+
+struct Lane {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(stack_bytes);
+  Position position;
+  unsigned index;
+  float given[2];  // two, because a lane may give again before its partner has taken
+  int step;
+  unsigned n_shuffles;
+  bool done;
+};
+
+inline Lane lanes[n_lanes];
+inline Lane* current = nullptr;
+inline ucontext_t scheduler;
+inline void (*kernel)() = nullptr;
+
+inline void enter() {
+  kernel();
+  current->done = true;
+}
+
+// Run one group of lanes to its end; false if they part ways.
+inline bool run_group(unsigned y, unsigned z) {
+  for (int i = 0; i < n_lanes; ++i) {
+    Lane& lane = lanes[i];
+    lane.position = {unsigned(i), y, z};
+    lane.index = i;
+    lane.n_shuffles = 0;
+    lane.done = false;
+    getcontext(&lane.context);
+    lane.context.uc_stack.ss_sp = lane.stack.data();
+    lane.context.uc_stack.ss_size = lane.stack.size();
+    lane.context.uc_link = &scheduler;
+    makecontext(&lane.context, enter, 0);
+  }
+  while (!lanes[0].done) {
+    for (Lane& lane : lanes) {
+      current = &lane;
+      swapcontext(&scheduler, &lane.context);
+    }
+    for (const Lane& lane : lanes) {
+      const bool together = lane.n_shuffles == lanes[0].n_shuffles && lane.step == lanes[0].step;
+      if (lane.done != lanes[0].done || !together) return false;
+    }
+  }
+  return true;
+}
+
+struct bfloat16 {
+  uint16_t bits;
+  bfloat16() = default;
+  explicit bfloat16(float value) {
+    uint32_t word;
+    std::memcpy(&word, &value, 4);
+    bits = (word & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : uint16_t((word + 0x7fff + (word >> 16 & 1)) >> 16);
+  }
+  operator float() const {
+    const uint32_t word = uint32_t(bits) << 16;
+    float value;
+    std::memcpy(&value, &word, 4);
+    return value;
+  }
+};
+
+}  // namespace shim
+
+inline float simd_shuffle_xor(float value, int step) {
+  shim::Lane& lane = *shim::current;
+  const unsigned slot = lane.n_shuffles++ % 2;
+  lane.given[slot] = value;
+  lane.step = step;
+  swapcontext(&lane.context, &shim::scheduler);
+  return shim::lanes[lane.index ^ step].given[slot];
+}
+
+using std::fma;
+using bfloat16_t = shim::bfloat16;
+using float16_t = _Float16;
+
+#define thread_position_in_grid (shim::current->position)
+#define thread_index_in_simdgroup (shim::current->index)
+#define device
+// Small inputs come in Metal's constant address space; here one overload of `load` must stay out of the other's way.
+#define constant volatile
