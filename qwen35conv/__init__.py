@@ -1,10 +1,10 @@
 """Convert Qwen3.5-family checkpoints to the canonical MLX layout, bit for bit where nothing changes.
 
-    source = open_source("Qwen3.5-0.8B")
-    checkpoint = read_checkpoint(source)     # headers and gains, no other tensor
-    plan = make_plan(checkpoint)             # pure data: every tensor's byte ranges and fix
-    view = open_view(source, plan)           # canonical name -> array, nothing rewritten
-    write(source, plan, "out")               # the folder, whole or not at all
+source = open_source("Qwen3.5-0.8B")
+checkpoint = read_checkpoint(source)     # headers and gains, no other tensor
+plan = make_plan(checkpoint)             # pure data: every tensor's byte ranges and fix
+view = open_view(source, plan)           # canonical name -> array, nothing rewritten
+write(source, plan, "out")               # the folder, whole or not at all
 """
 
 from __future__ import annotations

@@ -91,6 +91,7 @@ class Checkpoint:
     metadata: Mapping[str, str]  # __metadata__ of the first shard that has any
     listing: Mapping[str, int]  # every file of the source and its bytes
     shards: tuple[Shard, ...]
+    identities: Mapping[str, str]  # of each shard's file, taken before it was read
     tensors: tuple[SourceTensor, ...]  # in the order of files and bytes; each name once
     gains: tuple[Gain, ...]
     not_finite: tuple[str, ...]  # gains and decay parameters with a NaN or an infinity
@@ -124,7 +125,7 @@ def parse_index(raw: bytes) -> Mapping[str, str]:
 
 def is_plain_name(file: str) -> bool:
     """Whether a file name stays in its folder on every platform."""
-    return bool(file) and file not in (".", "..") and not any(c in file for c in '/\\:\0') and file.isprintable()
+    return bool(file) and file not in (".", "..") and not any(c in file for c in "/\\:\0") and file.isprintable()
 
 
 def choose_files(label: str, listing: Mapping[str, int], weight_map: Mapping[str, str] | None) -> ShardSet:
@@ -190,7 +191,9 @@ def locate(shards: Iterable[Shard], weight_map: Mapping[str, str] | None) -> tup
             hint="the index is stale or a shard is not the right one; --ignore-index reads the shards by their headers",
         )
     chosen: list[SourceTensor] = []
-    misplaced, twice, unlisted = [], [], []
+    misplaced: list[str] = []
+    twice: list[str] = []
+    unlisted: list[str] = []
     for name, copies in found.items():
         wanted = weight_map.get(name)
         listed = next((tensor for tensor in copies if tensor.file == wanted), None)

@@ -136,9 +136,7 @@ def convert(
     max_shard_size: MaxShardOpt = None,
     tie_embeddings: TieOpt = False,
     jobs: Annotated[Optional[int], typer.Option("--jobs", min=1, max=64, help="Shards at once.")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace DST, once the new folder is whole.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST, once the new folder is whole.")] = False,
     checksum: Annotated[bool, typer.Option("--checksum", help="Put each shard's SHA-256 into the receipt.")] = False,
     ignore_index: IgnoreIndexOpt = False,
     as_json: JsonOpt = False,

@@ -300,9 +300,7 @@ def _module_quantization(where: str, entry: Mapping[str, Any]) -> ModuleQuantiza
     read = _Reader(f"{where}: quantization", entry)
     if not isinstance(mode, str):
         raise read.fail("mode", "a name")
-    return ModuleQuantization(
-        group_size=read.size("group_size", 64), bits=_bits(read, mode), mode=mode
-    )
+    return ModuleQuantization(group_size=read.size("group_size", 64), bits=_bits(read, mode), mode=mode)
 
 
 def _bits(read: _Reader, mode: str) -> int:

@@ -219,8 +219,8 @@ def judge(facts: Facts, gains: Sequence[Gain]) -> Verdict:
     if weighed.constant and remark is not None:
         why = f"every gain is one number throughout, and the layout does not agree: {remark}"
         return verdict(Generation.UNKNOWN, why, by="values")
-    if weighed.doubted and generation in (Generation.SHIFTED_RAW, Generation.DOUBLE_SHIFTED):
-        why = f"the layer norms look like {weighed.values.value}, against the layout and against other norms"
+    if weighed.doubted and repair_shift(generation) is not None:
+        why = f"the layer norms look like {weighed.values.value}, against the layout and against some norms"
         return verdict(Generation.UNKNOWN, why, by="values")
     denied = [f"{text} says {said.value}, the values say {weighed.values.value}" for text, said in claims]
     more = [d for d, (_, said) in zip(denied, claims, strict=True) if said is not weighed.values]
@@ -240,9 +240,9 @@ def _by_facts(layout: Layout, claims: Sequence[tuple[str, Values]], weighed: Wei
         return Generation.UNKNOWN, f"the values are weak and {', '.join(against)} contradicts the layout", "facts"
     if weighed.n_anchors == 0:
         return Generation.UNKNOWN, "there are no layer norm gains: names and conv alone prove nothing", "facts"
-    if weighed.lean is not says and not weighed.constant:
-        looks = f"look like {weighed.lean.value}" if weighed.lean else "fit nothing"
-        return Generation.UNKNOWN, f"the values are weak and {looks}, against the layout", "values"
+    if weighed.lean is not says:
+        looks = f"look more like {weighed.lean.value}" if weighed.lean else "could be anything"
+        return Generation.UNKNOWN, f"the values are weak and {looks}; the layout says {says.value}", "values"
     generation = Generation.RAW if says is Values.DELTA else Generation.CANONICAL
     return generation, f"the values are weak: they allow {says.value}, and names and conv decided", "facts"
 

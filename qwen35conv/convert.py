@@ -16,7 +16,7 @@ from typing import Any
 from qwen35conv import __version__
 from qwen35conv.checkpoint import CONFIG, INDEX
 from qwen35conv.convention import Generation
-from qwen35conv.errors import DestinationError
+from qwen35conv.errors import DestinationError, SourceError
 from qwen35conv.fixes import fixed
 from qwen35conv.header import build_header
 from qwen35conv.pieces import Write
@@ -157,7 +157,8 @@ def carry_out(
     for target in (destination, aside):
         if target is not None and folder is not None:
             check_destination(folder, target)
-    key = conversion_key(source, plan)
+    _check_unchanged(source, plan)
+    key = conversion_key(plan)
     with ExitStack() as stack:
         partial = stack.enter_context(publishing(destination, key=key, overwrite=overwrite))
         beside = stack.enter_context(publishing(aside, key=key, overwrite=overwrite)) if aside is not None else None
@@ -204,12 +205,10 @@ def prove(source: Source, plan: Plan, folder: Path) -> tuple[int, int, int]:
     return len(result.shards), len(found), len(gains)
 
 
-def conversion_key(source: Source, plan: Plan) -> str:
+def conversion_key(plan: Plan) -> str:
     """A digest of version, source files, options and plan: equal keys write equal bytes."""
     digest = hashlib.sha256()
-    files = [shard.file for shard in plan.checkpoint.shards]
-    digest.update(json.dumps([__version__, options_document(plan)]).encode())
-    digest.update(json.dumps([[file, source.identity(file)] for file in files]).encode())
+    digest.update(json.dumps([__version__, options_document(plan), dict(plan.checkpoint.identities)]).encode())
     for shard in (*plan.shards, *plan.sidecar):
         digest.update(repr((shard.file, [(w.name, w.dtype, w.shape, w.fix, w.pieces) for w in shard.writes])).encode())
     return digest.hexdigest()
@@ -225,6 +224,16 @@ def default_jobs() -> int:
     return min(4, os.cpu_count() or 1)
 
 
+def _check_unchanged(source: Source, plan: Plan) -> None:
+    """Raises SourceError where a shard is no longer the file that was planned; the writer watches from here on."""
+    for file, identity in plan.checkpoint.identities.items():
+        if source.identity(file) != identity:
+            raise SourceError(
+                f"{source.label}/{file}: the file changed since it was planned",
+                hint="wait until it is whole, then run the same command again",
+            )
+
+
 def _check_space(preparation: Preparation, partials: Sequence[Partial]) -> None:
     n_done = sum(partial.n_finished_bytes for partial in partials)
     need, free = preparation.preflight.n_written - n_done, preparation.preflight.n_free
@@ -235,18 +244,13 @@ def _check_space(preparation: Preparation, partials: Sequence[Partial]) -> None:
         )
 
 
-def _write_side_files(
-    source: Source, preparation: Preparation, partial: Partial, written: Sequence[Written]
-) -> None:
+def _write_side_files(source: Source, preparation: Preparation, partial: Partial, written: Sequence[Written]) -> None:
     plan = preparation.plan
     for file in preparation.files.copied:
         n_bytes = plan.checkpoint.listing[file]
         partial.write_file(
             file,
-            (
-                source.read(file, [(begin, min(begin + _BLOCK, n_bytes))])[0]
-                for begin in range(0, n_bytes, _BLOCK)
-            ),
+            (source.read(file, [(begin, min(begin + _BLOCK, n_bytes))])[0] for begin in range(0, n_bytes, _BLOCK)),
         )
     gains = {write.sources[0]: (write, _joined(source, write)) for write in computed_gains(plan)}
     if gains:
@@ -260,4 +264,3 @@ def _write_side_files(
 
 def _joined(source: Source, write: Write) -> bytes:
     return b"".join(source.read(piece.file, [(piece.begin, piece.end)])[0] for piece in write.pieces)
-

@@ -49,7 +49,7 @@ class Weighed:
     values: Values
     lean: Values | None  # where they are weak: what they look like none the less
     constant: bool  # every anchor is one number throughout: only the number speaks
-    doubted: bool  # q, k or final norms look otherwise
+    doubted: bool  # q, k or final norms, or both norms of some layer, look otherwise
     n_anchors: int
     reasons: tuple[str, ...]
     outliers: tuple[str, ...]  # names of anchors that look otherwise than most
@@ -101,8 +101,14 @@ def weigh(stats: Sequence[GainStats]) -> Weighed:
     agreed = sum(supports) >= _quorum(n)
     doubts = _doubts(stats, main)
     strays = [f"{_count(outliers, 'anchor')} of {n} look otherwise, scattered: {_some(outliers)}"] if outliers else []
-    lean = _lean(anchors, main, counts, median)
-    firm = agreed and n >= FEW and _is_firm(anchors, main, counts, median)
+    close = n > SMALL or (n >= 6 and main < 2) or _spread(anchors) < 0.55
+    lean = _lean(anchors, main, counts, median) if close else None
+    firm = agreed and close and n >= FEW and _is_firm(anchors, main, counts, median)
+    strange = [
+        members
+        for members in _grouped(anchors, lambda a: a.layer).values()
+        if all(shifts[i] != main and abs(anchors[i].mean - main) >= 0.5 for i in members)
+    ]
     return _weighed(
         _BY_SHIFT[main] if firm else Values.WEAK,
         anchors,
@@ -110,7 +116,7 @@ def weigh(stats: Sequence[GainStats]) -> Weighed:
         outliers=outliers,
         warnings=strays + doubts,
         lean=lean,
-        doubted=bool(doubts),
+        doubted=bool(doubts or strange),
     )
 
 
@@ -160,14 +166,22 @@ def _quorum(n: int) -> float:
     return min(AGREE * n, n - 1) if n >= 6 else n
 
 
+def _spread(anchors: Sequence[GainStats]) -> float:
+    """How far the means lie apart, within a role or between the two: a few layers show two generations only so."""
+    by_role = [[anchors[i].mean for i in members] for members in _grouped(anchors, lambda a: a.role).values()]
+    middles = [float(np.median(means)) for means in by_role]
+    return max(max(middles) - min(middles), *(max(means) - min(means) for means in by_role))
+
+
 def _is_firm(anchors: Sequence[GainStats], main: int, counts: Sequence[int], median: float) -> bool:
     n = len(anchors)
     if main == 0:  # gamma is positive, so delta stays above -1
         below = float(np.mean([a.below_minus_one_share for a in anchors]))
         return counts[0] >= 0.6 * n and median <= DELTA_CEILING and below <= LOWEST
     if main == 1:
-        return counts[1] >= _quorum(n) and median >= GAMMA_FLOOR
-    return counts[2] >= _quorum(n) and TWICE_CENTRE[0] <= median <= TWICE_CENTRE[1]
+        like = sum(a.label is GainLabel.POSITIVE and a.mean >= 0.6 and a.off_grid_share <= 0.05 for a in anchors)
+        return counts[1] + like * (counts[0] == 0) >= _quorum(n) and median >= GAMMA_FLOOR
+    return counts[2] >= _quorum(n) and counts[0] + counts[1] == 0 and TWICE_CENTRE[0] <= median <= TWICE_CENTRE[1]
 
 
 def _lean(anchors: Sequence[GainStats], main: int, counts: Sequence[int], median: float) -> Values | None:
@@ -176,15 +190,17 @@ def _lean(anchors: Sequence[GainStats], main: int, counts: Sequence[int], median
     below = float(np.mean([a.below_minus_one_share for a in anchors]))
     n = len(anchors)
     roles = [float(np.median([a.mean for a in anchors if a.role is role] or [median])) for role in ANCHORS]
+    highest = max(a.mean for a in anchors)
     if abs(roles[0] - roles[1]) > 0.7:  # published: 0.19
         return None
     if main == 2:
         return Values.TWICE
     if main == 1:
         twice = counts[2] <= (0.45 * n if n > SMALL else 1) and median <= 1.45
-        plain = median >= 0.6 and negative <= NEGATIVE and counts[0] <= 0.1 * n
+        plain = median >= 0.6 and highest < 2 and negative <= NEGATIVE and counts[0] <= 0.1 * n
         return Values.GAMMA if plain and twice else None
-    return Values.DELTA if median < GAMMA_FLOOR and below <= LOWEST and counts[1] + counts[2] <= 0.25 * n else None
+    low = median < GAMMA_FLOOR and highest < 1.1 and below <= LOWEST
+    return Values.DELTA if low and counts[1] + counts[2] < 0.25 * n else None
 
 
 def _doubts(stats: Sequence[GainStats], main: int) -> list[str]:
@@ -212,13 +228,15 @@ def _clusters(anchors: Sequence[GainStats], shifts: Sequence[int | None], main: 
     found = []
     files = _grouped(anchors, lambda a: a.file)
     for file, members in sorted(files.items()) if len(files) > 1 else ():
-        if far.issuperset(members) and (apart if len(members) > 1 or main == 2 else moved).intersection(members):
+        held = (apart if len(members) > 1 or main == 2 else moved).intersection(members)
+        if all(shifts[i] != main for i in members) and len(held) >= len(members) / 2:
             found.append(f"{file}: all {len(members)} of its anchors look like {_looks(shifts, members, main)}")
     layers = {k: v for k, v in _grouped(anchors, lambda a: a.layer).items() if k is not None}
-    whole = sorted(k for k, v in layers.items() if len(v) > 1 and far.issuperset(v))
+    whole = sorted(k for k, v in layers.items() if len(v) > 1 and all(shifts[i] != main for i in v))
     for run in _runs(whole):
         members = [i for layer in run for i in layers[layer]]
-        if len(run) > 1 or len(moved.intersection(members)) > len(members) / 2:
+        n_moved = len(moved.intersection(members))
+        if (len(run) > 1 and far.issuperset(members)) or n_moved >= max(2, len(members) / 2):
             where = f"layers {run[0]} to {run[-1]}" if len(run) > 1 else f"layer {run[0]}"
             found.append(f"{where}: both norms look like {_looks(shifts, members, main)}")
     for role, members in _grouped(anchors, lambda a: a.role).items():
@@ -285,7 +303,9 @@ def _is_proof(anchor: GainStats, main: int, moved: bool) -> bool:
         return anchor.below_one_share > NEGATIVE
     if main == 0:  # a delta of one and more throughout is a gain shifted twice
         return anchor.label is GainLabel.TWICE
-    if main == 1 and anchor.label is GainLabel.DELTA:
+    if anchor.label is GainLabel.CONST0:
+        return True
+    if anchor.label is GainLabel.DELTA:
         plain = anchor.negative_share >= 0.2 and (anchor.off_grid_share >= 0.2 or anchor.mean < 0.1)
         return plain or moved
     return False

@@ -8,8 +8,7 @@ from qwen35conv.checkpoint import SourceTensor, few
 from qwen35conv.config import ModelConfig
 from qwen35conv.errors import CheckpointError
 from qwen35conv.header import shown
-from qwen35conv.layout import canonical_module
-from qwen35conv.layout import Role
+from qwen35conv.layout import Role, canonical_module
 from qwen35conv.pieces import Fix, Piece, Rule, Write, copy_of, joined, piece_of
 
 _HALVES = ("gate_proj", "up_proj")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 
 from qwen35conv.header import Dtype
 from qwen35conv.pieces import Fix, Write
 from qwen35conv.source import values_of
 
-_FLOATS = {Dtype.BF16: np.dtype(ml_dtypes.bfloat16), Dtype.F16: np.dtype("<f2"), Dtype.F32: np.dtype("<f4")}
 _SHIFTS = {Fix.ADD_ONE: 1.0, Fix.SUBTRACT_ONE: -1.0, Fix.CAST: 0.0}
 
 
@@ -27,4 +25,16 @@ def fixed(write: Write, raw: bytes) -> bytes:
     values = values_of(write.source_dtype, raw)
     if write.fix is not Fix.CAST:
         values = values + np.float32(_SHIFTS[write.fix])
-    return values.astype(_FLOATS[write.dtype]).tobytes()
+    return _stored(write.dtype, values)
+
+
+def _stored(dtype: Dtype, values: np.ndarray) -> bytes:
+    """Float32 values as a dtype stores them, rounded to nearest even.
+
+    bfloat16 is rounded here by hand: importing ml_dtypes takes longer than converting a gigabyte.
+    """
+    if dtype is not Dtype.BF16:
+        return values.astype("<f2" if dtype is Dtype.F16 else "<f4").tobytes()
+    bits = values.view("<u4")
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype("<u2").tobytes()

@@ -208,8 +208,9 @@ def _tally(pairs: Iterable[tuple[str, int]]) -> tuple[Tally, ...]:
 
 
 def is_named(tensor: SourceTensor) -> bool:
-    """Whether a rule knows the tensor's name."""
-    return tensor.place is not None and is_known(tensor.place)
+    """Whether a rule knows the tensor's name; the vision tower's are all known, as a whole."""
+    place = tensor.place
+    return place is not None and (place.region is Region.VISION or is_known(place))
 
 
 def next_command(inspection: Inspection) -> str | None:

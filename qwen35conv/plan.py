@@ -15,7 +15,6 @@ from qwen35conv.checkpoint import Checkpoint, Finding, Severity, SourceTensor, f
 from qwen35conv.config import MLX_MODES, ModelConfig, ModuleQuantization
 from qwen35conv.convention import ConvLayout, Generation, Verdict, repair_shift
 from qwen35conv.errors import CheckpointError, ConventionError
-from qwen35conv.verdicts import Verdicts, conv_layout, judge_checkpoint
 from qwen35conv.experts import split_fused, stack_experts
 from qwen35conv.header import Dtype, TensorInfo, shown
 from qwen35conv.inventory import check_inventory
@@ -31,6 +30,7 @@ from qwen35conv.layout import (
 )
 from qwen35conv.pieces import Fix, Rule, Skip, Write, copy_of, piece_of
 from qwen35conv.scheme import check_scheme, packing
+from qwen35conv.verdicts import Verdicts, conv_layout, judge_checkpoint
 
 
 class Mtp(str, Enum):
@@ -170,9 +170,7 @@ def make_plan(checkpoint: Checkpoint, options: Options | None = None, verdicts: 
     )
 
 
-def _check_names(
-    checkpoint: Checkpoint, options: Options, modes: Mapping[str, ModuleQuantization | None]
-) -> None:
+def _check_names(checkpoint: Checkpoint, options: Options, modes: Mapping[str, ModuleQuantization | None]) -> None:
     """Raises CheckpointError for tensors that no rule knows, and for empty ones that a partitioned save leaves."""
     unknown = []
     for tensor in checkpoint.tensors:

@@ -239,9 +239,9 @@ def _resolved(path: Path) -> Path:
     try:
         found = path.expanduser().resolve()
     except (OSError, RuntimeError, ValueError) as error:
-        raise DestinationError(f"{shown(str(path))}: no valid path: {error}") from error
+        raise DestinationError(f"{shown(str(path))}: no valid path: {error}", hint="check the path") from error
     if not found.name:
-        raise DestinationError(f"{found}: no place for a new folder")
+        raise DestinationError(f"{found}: no place for a new folder", hint="name a folder in it")
     return found
 
 

@@ -63,7 +63,7 @@ class Source(Protocol):
         """A text that changes when the file does."""
 
     def local_path(self, file: str) -> Path | None:
-        """The file on this machine, where it is one."""
+        """The file on this machine, where it is one; for no file, the source itself."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class LocalSource:
         return f"{found.st_size}:{found.st_mtime_ns}:{found.st_ino}"
 
     def local_path(self, file: str) -> Path:
-        """The file on this machine."""
-        return self.folder / file
+        """The file on this machine; for no file, what the source itself is: its folder, or its one file."""
+        return self.folder / (file or self.only or "")
 
 
 def open_source(spec: str) -> LocalSource:
@@ -146,6 +146,7 @@ def read_checkpoint(source: Source, *, ignore_index: bool = False) -> Checkpoint
     if CONFIG not in listing:
         raise SourceError(f"{source.label}: no {CONFIG} beside the shards", hint="fetch it from the model's repository")
     config = parse_config(f"{source.label}/{CONFIG}", _read_json(source, CONFIG))
+    identities = {file: source.identity(file) for file in chosen.files}
     shards = [Shard(file, read_header(source, file)) for file in chosen.files]
     strays = list(chosen.strays)
     if weight_map is None and len(shards) > 1:
@@ -167,6 +168,7 @@ def read_checkpoint(source: Source, *, ignore_index: bool = False) -> Checkpoint
         metadata=dict(metadata),
         listing=listing,
         shards=tuple(shards),
+        identities=identities,
         tensors=tuple(tensors),
         gains=gains,
         not_finite=not_finite,
@@ -221,7 +223,9 @@ def _read_exactly(descriptor: int, path: Path, n_bytes: int) -> bytes:
     while n_bytes:
         part = os.read(descriptor, n_bytes)
         if not part:
-            raise SourceError(f"{path}: ends {n_bytes} bytes early", hint="the file shrank, or its download is unfinished")
+            raise SourceError(
+                f"{path}: ends {n_bytes} bytes early", hint="the file shrank, or its download is unfinished"
+            )
         parts.append(part)
         n_bytes -= len(part)
     return b"".join(parts)

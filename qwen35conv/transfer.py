@@ -73,3 +73,12 @@ def write_all(target: int, content: bytes | memoryview, offset: int) -> None:
     while view:
         n_written = os.pwrite(target, view, offset)
         view, offset = view[n_written:], offset + n_written
+
+
+def begin_flush(target: int, offset: int, n_bytes: int) -> None:
+    """Let the kernel start on writing a range to disk, so that the flush at the end finds little left to do.
+
+    The advice drops what is on disk already; what was written just now stays in memory.
+    """
+    if sys.platform == "linux":
+        os.posix_fadvise(target, offset, n_bytes, os.POSIX_FADV_DONTNEED)

@@ -22,7 +22,7 @@ from qwen35conv.plan import PlanShard
 from qwen35conv.publish import Partial, check_destination, publishing
 from qwen35conv.source import Source
 from qwen35conv.steps import METADATA, Step, rows_of, steps_of
-from qwen35conv.transfer import BUFFER_BYTES, ReadFailedError, move, write_all
+from qwen35conv.transfer import BUFFER_BYTES, ReadFailedError, begin_flush, move, write_all
 
 __all__ = ["BUFFER_BYTES", "METADATA", "Partial", "Written", "check_destination", "publishing", "write_shards"]
 
@@ -106,6 +106,7 @@ class _Growing:
             self._copy(step.content, step.offset, target)
         else:
             self._compute(step.content, step.offset, target)
+        begin_flush(target, step.offset, step.n_bytes)
 
     def finish(self, target: int, stop: threading.Event) -> None:
         """Flush the file, and give it its own name if the source is still what it was."""
@@ -160,7 +161,7 @@ class _Crew:
         self._failure: BaseException | None = None
 
     def run(self, jobs: int) -> None:
-        """Write all shards. Raises the first failure; what is not whole is removed."""
+        """Write all shards. Raises the first failure; what is not whole then is for the partial folder to remove."""
         threads = [threading.Thread(target=self._work, name=f"writer-{i}") for i in range(max(1, jobs))]
         try:
             for thread in threads:
@@ -174,7 +175,6 @@ class _Crew:
                     thread.join()
             for shard in self._shards:
                 shard.close()
-                shard.path.unlink(missing_ok=True)
         if isinstance(self._failure, OSError):  # the source's own are SourceErrors by now
             n_needed = sum(shard.n_missing for shard in self._shards)
             raise destination_error(self._folder, self._failure, n_needed=n_needed) from self._failure

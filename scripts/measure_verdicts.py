@@ -3,7 +3,7 @@
     python scripts/measure_verdicts.py [--draws 24000] [--heads 3000] [--seed 0] [--jobs 2] [--show 5]
 
 Exits 1 if any verdict is wrong: another clean generation than the truth. "mixed" and "unknown" stop a conversion, so
-they are never wrong, but they are counted. One kind of training is counted apart and does not fail the run, as its files
+they are never wrong, but they are counted. One kind of training is counted apart and does not fail the run: its files
 hold no evidence at all (see `_far` in tests/gain_draws.py).
 """
 

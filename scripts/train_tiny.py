@@ -4,7 +4,7 @@
     python scripts/train_tiny.py              # a few minutes on two cores: trains, writes tests/data/, checks
     python scripts/train_tiny.py --check      # checks what is there, trains nothing
 
-Needs the `dev` extra (torch, transformers). Exit 1 when a check fails.
+Needs the `judges` extra (torch, transformers). Exit 1 when a check fails.
 
 What is trained: a text model of eight layers (six gated delta nets, two gated attentions) on short stories that a
 grammar in this file makes up, and after it, with the trunk frozen, the multi-token-prediction head that the official
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import random
 import re
@@ -29,6 +30,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -36,6 +38,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from transformers import PreTrainedTokenizerBase
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5DecoderLayer,
@@ -46,9 +49,11 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 SEED = 35
-STEPS, BATCH, LENGTH = 1000, 8, 112
+STEPS, BATCH, LENGTH = 700, 8, 144
 MTP_STEPS = 160
-VOCAB = 640
+# Small, so that many words are spelt in pieces. With 640 entries every word is one, and the same world is so easy that
+# gains of one too much cost as little as 0.27 nats a token: right is still better, but it convinces nobody.
+VOCAB = 400
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
 END, OPEN, CLOSE = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -58,7 +63,7 @@ CHAT_TEMPLATE = (
 
 # No two axes of equal length: hidden 48, MLP 72, conv 224 = 64 + 64 + 96, attention 160 = 4 x 40, key/value 80,
 # key heads 2, value heads 6 = 3 x 2, key dim 32, value dim 16.
-TEXT = {
+TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
     "intermediate_size": 72,
@@ -170,7 +175,7 @@ def sentence_pattern() -> re.Pattern[str]:
 
 
 def make_tokenizer(rng: random.Random) -> Qwen3_5Tokenizer:
-    """A byte-level BPE of VOCAB entries under the family's own pre-tokenizer: every text can be encoded."""
+    """A byte-level BPE of at most VOCAB entries under the family's own pre-tokenizer: every text can be encoded."""
     blank = Qwen3_5Tokenizer().backend_tokenizer
     bpe = Tokenizer(models.BPE())
     bpe.normalizer, bpe.pre_tokenizer = blank.normalizer, blank.pre_tokenizer
@@ -178,7 +183,7 @@ def make_tokenizer(rng: random.Random) -> Qwen3_5Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=VOCAB - 3, initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator((" ".join(make_story(rng)) for _ in range(2000)), trainer)
     model = json.loads(bpe.to_str())["model"]
-    merges = [tuple(m) for m in model["merges"]]
+    merges: Any = [tuple(m) for m in model["merges"]]  # pairs, whatever the annotation says
     tokenizer = Qwen3_5Tokenizer(
         vocab=model["vocab"],
         merges=merges,
@@ -232,8 +237,7 @@ class MtpHead(nn.Module):
         self.pre_fc_norm_embedding = Qwen3_5RMSNorm(hidden, eps=eps)
         self.pre_fc_norm_hidden = Qwen3_5RMSNorm(hidden, eps=eps)
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        full = config.layer_types.index("full_attention")
-        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, full)])
+        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, 3)])  # 3: a layer of full attention
         self.norm = Qwen3_5RMSNorm(hidden, eps=eps)
 
     def forward(self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -294,7 +298,7 @@ def rate_at(step: int, steps: int) -> float:
 def descend(loss: Tensor, module: nn.Module, optimizer: torch.optim.AdamW, rate: float) -> None:
     """One optimiser step."""
     optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(loss)
     nn.utils.clip_grad_norm_(module.parameters(), 1.0)
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -348,32 +352,31 @@ def export(model: Qwen3_5ForCausalLM, head: MtpHead, tokenizer: Qwen3_5Tokenizer
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
         old.unlink()
-    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": 48}
-    whole = Qwen3_5ForConditionalGeneration(
-        Qwen3_5Config(text_config=dict(TEXT), vision_config=vision, tie_word_embeddings=False)
-    )
+    ends = [tokenizer.convert_tokens_to_ids(t) for t in (CLOSE, END)]
+    text = Qwen3_5TextConfig(**TEXT, eos_token_id=ends[1])
+    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": text.hidden_size}
+    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    whole = Qwen3_5ForConditionalGeneration(config)
     del whole.model.visual
     whole.model.language_model.load_state_dict(model.model.state_dict())
     whole.lm_head.load_state_dict(model.lm_head.state_dict())
-    whole.to(torch.bfloat16)
-    trained = dict(model.named_parameters())
     for name, w in whole.named_parameters():
-        if keeps_float32(name):
-            w.data = trained[name.replace("model.language_model.", "model.")].data.float()
-    ends = [tokenizer.convert_tokens_to_ids(t) for t in (CLOSE, END)]
-    whole.config.dtype = whole.config.text_config.dtype = torch.bfloat16
-    whole.config.text_config.eos_token_id = ends[1]
-    whole.generation_config = transformers.GenerationConfig(eos_token_id=ends, pad_token_id=ends[1], do_sample=False)
+        if not keeps_float32(name):
+            w.data = w.data.to(torch.bfloat16)
+    config.dtype = text.dtype = torch.bfloat16  # only now: a model made under it would round what stays float32
+    whole.generation_config = transformers.GenerationConfig.from_dict(
+        {"eos_token_id": ends, "pad_token_id": ends[1], "do_sample": False}
+    )
     whole.save_pretrained(folder, max_shard_size="400KB")
     tokenizer.save_pretrained(folder, save_jinja_files=False)
 
     mtp = {f"mtp.{k}": v.detach().to(torch.bfloat16).contiguous() for k, v in head.state_dict().items()}
     finish_shards(folder, mtp)
     path = folder / "config.json"
-    config = json.loads(path.read_text())
+    written = json.loads(path.read_text())
     for key in ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
-        del config[key]
-    path.write_text(json.dumps(config, indent=2) + "\n")
+        del written[key]
+    path.write_text(json.dumps(written, indent=2) + "\n")
     (folder / "README.md").write_text(CARD)
     (folder / "LICENSE").write_text(LICENSE)
 
@@ -445,7 +448,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def load_trunk(folder: Path) -> Qwen3_5ForCausalLM:
     """The text model as transformers loads the folder, weights read as float32."""
-    return Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Qwen3_5ForCausalLM = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model
 
 
 @torch.no_grad()
@@ -469,10 +473,10 @@ def losses(model: Qwen3_5ForCausalLM, rows: list[Tensor], shift: float) -> list[
 
 
 @torch.no_grad()
-def continue_text(model: Qwen3_5ForCausalLM, tokenizer: Qwen3_5Tokenizer, text: str) -> str:
+def continue_text(model: Qwen3_5ForCausalLM, tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """What the model says after the text, always the likeliest token, up to an end token or 120 tokens."""
     ids = tokenizer.encode(text)
-    ends = set(tokenizer.convert_tokens_to_ids([END, CLOSE]))
+    ends = {tokenizer.convert_tokens_to_ids(t) for t in (END, CLOSE)}
     begin = len(ids)
     while len(ids) < begin + 120 and ids[-1] not in ends:
         ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
@@ -511,7 +515,7 @@ def check_gains(checks: Checks, folder: Path) -> None:
     low = min(v.min().item() for v in zero_centred)
     checks.say(low > -1, f"every gamma is positive (lowest {1 + low:.3f})")
     heads = [v for k, v in tensors.items() if k.endswith(("A_log", "dt_bias"))]
-    checks.say(all(len(v.unique()) == len(v) for v in heads), "A_log and dt_bias differ from head to head")
+    checks.say(all(len(set(v.tolist())) == len(v) for v in heads), "A_log and dt_bias differ from head to head")
     gated = [v.mean().item() for k, v in tensors.items() if k.endswith("linear_attn.norm.weight")]
     checks.say(min(gated) > 0.5 and max(gated) < 1.3, f"gated norms average {min(gated):.3f} to {max(gated):.3f}")
 
@@ -545,7 +549,7 @@ def check(data: Path) -> int:
     checks.say(good == len(prompts), f"{good} of {len(prompts)} continuations are sentences of the world, and end")
     print(f"     {kept} of them keep the friend's name")
     request = [{"role": "user", "content": "Tell me about Vera the otter."}]
-    asked = tokenizer.apply_chat_template(request, tokenize=False, add_generation_prompt=True)
+    asked = str(tokenizer.apply_chat_template(request, tokenize=False, add_generation_prompt=True))
     said = continue_text(model, tokenizer, asked)
     print(f"     {asked!r}\n     -> {said}")
     checks.say(
@@ -618,7 +622,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only check what is there")
     args = parser.parse_args()
     torch.set_num_threads(2)
-    transformers.logging.set_verbosity_error()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     if not args.check:
         train(args.data)
     return 1 if check(args.data) else 0

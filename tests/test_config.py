@@ -52,9 +52,7 @@ def test_theta_is_found_at_either_place() -> None:
 def test_the_tie_flag_and_the_draft_layers_are_read_at_both_levels(level: str) -> None:
     document = tiny.make_config(tiny.SMALL)
     del document["tie_word_embeddings"], document["text_config"]["tie_word_embeddings"]
-    (document if level == "top" else document["text_config"]).update(
-        tie_word_embeddings=True, mtp_num_hidden_layers=1
-    )
+    (document if level == "top" else document["text_config"]).update(tie_word_embeddings=True, mtp_num_hidden_layers=1)
     config = parse(document)
     assert (config.tied, config.n_mtp_layers) == (True, 1)
 

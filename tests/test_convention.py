@@ -48,9 +48,16 @@ ORACLE = Path(os.environ.get("QWEN35_ORACLE", Path(__file__).parents[2] / "share
 R, C, N = Naming.RAW, Naming.CANONICAL, Naming.NEUTRAL
 
 
-def facts(naming: Naming, conv: ConvLayout, size: str = "27B", **other: object) -> Facts:
-    base = Facts(naming, conv, has_mtp=False, metadata_format=None, markers=(), n_layers=SIZES[size][0])
-    return replace(base, **other)
+def facts(
+    naming: Naming,
+    conv: ConvLayout,
+    size: str = "27B",
+    *,
+    said: str | None = None,
+    markers: tuple[tuple[str, str], ...] = (),
+    has_mtp: bool = False,
+) -> Facts:
+    return Facts(naming, conv, has_mtp, said, markers, n_layers=SIZES[size][0])
 
 
 def trunk_like(rng: np.random.Generator, size: str, inner: float = -0.03, post: float = -0.22) -> Trunk:
@@ -70,10 +77,11 @@ def judged(
     naming: Naming,
     conv: ConvLayout,
     storage: Storage = PLAIN,
-    **other: object,
+    said: str | None = None,
+    markers: tuple[tuple[str, str], ...] = (),
 ) -> Verdict:
     each = np.full(len(trunk.anchors), shifts) if isinstance(shifts, int) else shifts
-    return judge(facts(naming, conv, trunk.size, **other), make_gains(trunk, storage, each, naming))
+    return judge(facts(naming, conv, trunk.size, said=said, markers=markers), make_gains(trunk, storage, each, naming))
 
 
 @pytest.fixture
@@ -140,8 +148,8 @@ def test_conv_layouts_that_disagree_stop(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("shift", [0, 1])
 def test_metadata_and_markers_that_lie_are_outvoted_and_named(rng: np.random.Generator, shift: int) -> None:
     naming, conv = (RAW_FACTS, CANONICAL_FACTS)[shift]
-    lies = {"metadata_format": ("mlx", "pt")[shift], "markers": (("norm_convention", ("gamma", "raw")[shift]),)}
-    verdict = judged(trunk_like(rng, "4B"), shift, naming, conv, **lies)
+    markers = (("norm_convention", ("gamma", "raw")[shift]),)
+    verdict = judged(trunk_like(rng, "4B"), shift, naming, conv, said=("mlx", "pt")[shift], markers=markers)
     assert verdict.shift == 1 - shift
     assert sum("the values say" in w for w in verdict.warnings) == 2
 
@@ -252,6 +260,29 @@ def test_gains_of_a_4b_like_trunk_well_above_zero_are_raw(rng: np.random.Generat
     assert judged(trunk_like(rng, "4B", 0.3, 0.25), 0, *RAW_FACTS).generation is Generation.RAW
 
 
+@pytest.mark.parametrize(
+    ("layout", "generation"), [(CANONICAL_FACTS, Generation.CANONICAL), (RAW_FACTS, Generation.SHIFTED_RAW)]
+)
+def test_a_gamma_that_was_never_a_sum_is_told_by_its_signs(
+    rng: np.random.Generator, layout: tuple[Naming, ConvLayout], generation: Generation
+) -> None:
+    trunk = trunk_like(rng, "4B")
+    gains = make_gains(trunk, PLAIN, np.ones(64, int), layout[0])
+    trained = [
+        replace(g, values=cast(np.abs(g.values + 0.02 * rng.standard_normal(g.values.shape)), "BF16")) for g in gains
+    ]
+    verdict = judge(facts(*layout, "4B"), trained)
+    assert verdict.generation is generation, verdict.reasons
+
+
+def test_a_gain_of_zeros_in_a_converted_file_stops(rng: np.random.Generator) -> None:
+    trunk = trunk_like(rng, "4B")
+    trunk.anchors[6] = 0
+    shifts = np.ones(64, int)
+    shifts[6] = 0
+    assert judged(trunk, shifts, *CANONICAL_FACTS).generation is Generation.MIXED
+
+
 def test_weak_values_let_facts_decide_and_say_so(rng: np.random.Generator) -> None:
     trunk = trunk_like(rng, "0.8B", 0.42, 0.42)
     trunk.anchors[...] = np.maximum(trunk.anchors, 0.05)  # no negatives, off the grid: raw far up, or gamma rescaled
@@ -264,7 +295,7 @@ def test_weak_values_and_facts_that_conflict_stop(rng: np.random.Generator) -> N
     trunk = trunk_like(rng, "0.8B", 0.42, 0.42)
     trunk.anchors[...] = np.maximum(trunk.anchors, 0.05)
     assert judged(trunk, 0, *CANONICAL_FACTS).generation is Generation.UNKNOWN
-    assert judged(trunk, 0, *RAW_FACTS, metadata_format="mlx").generation is Generation.UNKNOWN
+    assert judged(trunk, 0, *RAW_FACTS, said="mlx").generation is Generation.UNKNOWN
 
 
 @pytest.mark.parametrize("width", [0.1, 0.4])
@@ -352,7 +383,8 @@ def test_without_gains_names_and_conv_prove_nothing(layout: tuple[Naming, ConvLa
 
 
 def test_missing_gains_are_counted(rng: np.random.Generator) -> None:
-    verdict = judged(trunk_like(rng, "4B"), 0, *RAW_FACTS, n_layers=40)
+    gains = make_gains(trunk_like(rng, "4B"), PLAIN, np.zeros(64, int), R)
+    verdict = judge(replace(facts(*RAW_FACTS, "4B"), n_layers=40), gains)
     assert any("64 of 80" in w for w in verdict.warnings)
 
 
@@ -395,7 +427,7 @@ def test_a_head_without_norms_or_with_constants_is_unknown(rng: np.random.Genera
 
 
 @given(
-    st.lists(st.floats(-3, 4, width=32), min_size=9, max_size=40),
+    st.lists(st.floats(-3, 4).map(lambda x: round(x, 4)), min_size=9, max_size=40),
     st.sampled_from(["BF16", "F16", "F32"]),
 )
 @settings(deadline=None, max_examples=60)

@@ -145,7 +145,9 @@ def test_a_built_header_reads_as_what_it_was_built_from(
 
 @given(layouts())
 @settings(deadline=None, max_examples=40)
-def test_the_strict_library_accepts_a_built_header(tmp_path_factory: pytest.TempPathFactory, infos: list[TensorInfo]) -> None:
+def test_the_strict_library_accepts_a_built_header(
+    tmp_path_factory: pytest.TempPathFactory, infos: list[TensorInfo]
+) -> None:
     path = tmp_path_factory.mktemp("built") / "f.safetensors"
     path.write_bytes(build_header(infos, {"format": "mlx"}) + bytes(infos[-1].end if infos else 0))
     with safe_open(path, framework="numpy") as opened:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from test_kernels import largest, make_inputs
+from test_kernels import cut, largest, make_inputs
 
 from qwen35conv import kernels
 
@@ -51,11 +51,11 @@ def test_left_padded_rows_have_the_bits_of_single_runs(dtype: mx.Dtype) -> None:
     x = make_inputs(n_steps=65, batch=6, key_dim=128, value_dim=12, dtype=dtype)
     mask = mx.arange(65)[None] >= 65 - mx.array(lengths)[:, None]
     y, state = kernels.gated_delta(*x, mask=mask, backend="cuda")
-    for row, length in enumerate(lengths):
-        real = (a[row : row + 1, 65 - length :] for a in x[:-1])
-        want_y, want_state = kernels.gated_delta(*real, x.state[row : row + 1], backend="cuda")
-        assert mx.array_equal(state[row : row + 1], want_state)
-        assert mx.array_equal(y[row : row + 1, 65 - length :], want_y)
+    for i, length in enumerate(lengths):
+        row, real = slice(i, i + 1), slice(65 - length, 65)
+        want_y, want_state = kernels.gated_delta(*cut(x, real, x.state[row], row), backend="cuda")
+        assert mx.array_equal(state[row], want_state)
+        assert mx.array_equal(y[row, real], want_y)
 
 
 @DTYPES
@@ -64,7 +64,7 @@ def test_prefill_has_the_bits_of_token_by_token(dtype: mx.Dtype) -> None:
     want_y, want_state = kernels.gated_delta(*x, backend="cuda")
     outputs, state = [], x.state
     for t in range(19):
-        y, state = kernels.gated_delta(*(a[:, t : t + 1] for a in x[:-1]), state, backend="cuda")
+        y, state = kernels.gated_delta(*cut(x, slice(t, t + 1), state), backend="cuda")
         outputs.append(y)
     assert mx.array_equal(mx.concatenate(outputs, axis=1), want_y)
     assert mx.array_equal(state, want_state)

@@ -35,12 +35,12 @@ def round_bfloat16(x: np.ndarray) -> np.ndarray:
 def apple_gates(a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array) -> tuple[mx.array, mx.array]:
     """The gates as that GPU computed them: rounded to bfloat16 after every step, the decay itself in float32."""
     r = round_bfloat16
-    a, b, A_log, dt_bias = (np.array(x.astype(mx.float32)) for x in (a, b, A_log, dt_bias))
-    x = r(a + dt_bias)
+    a_, b_, A_log_, dt_bias_ = (np.array(x.astype(mx.float32)) for x in (a, b, A_log, dt_bias))
+    x = r(a_ + dt_bias_)
     softplus = r(np.maximum(x, 0) + r(np.log1p(r(np.exp(r(np.minimum(x, 0) - np.maximum(x, 0)))))))
-    s = r(1 / r(1 + r(np.exp(np.abs(b)))))
-    beta = np.where(b < 0, s, r(1 - s))
-    return mx.array(np.exp(-np.exp(A_log) * softplus)), mx.array(beta).astype(mx.bfloat16)
+    s = r(1 / r(1 + r(np.exp(np.abs(b_)))))
+    beta = np.where(b_ < 0, s, r(1 - s))
+    return mx.array(np.exp(-np.exp(A_log_) * softplus)), mx.array(beta).astype(mx.bfloat16)
 
 
 def on_cpu(tuning: Tuning) -> Kernel:
@@ -71,7 +71,8 @@ KERNELS = [
 @cache
 def golden() -> dict[str, Any]:
     """The file, parsed once."""
-    return json.loads(FILE.read_text())
+    data: dict[str, Any] = json.loads(FILE.read_text())
+    return data
 
 
 def run_both(kernel: Kernel, gates: Gates) -> dict[str, tuple[np.ndarray, np.ndarray]]:

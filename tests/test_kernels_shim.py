@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from shim import COMPILER, run_on_cpu
-from test_kernels import Inputs, largest, make_inputs
+from test_kernels import Inputs, cut, largest, make_inputs
 
 from qwen35conv.kernels import cuda, metal, reference
 from qwen35conv.kernels.launch import Tuning, make_call
@@ -57,10 +57,24 @@ def test_the_state_alone_has_the_bits_of_a_run_over_the_kept_steps(lengths: list
     x = make_inputs(n_steps=7, dtype=mx.bfloat16)
     call = make_call(metal.HEADER, cuda.TUNING, None, x.k, x.v, x.g, x.beta, x.state, mx.array(lengths))
     (state,) = run_on_cpu(call)
-    for row, length in enumerate(lengths):
-        kept = Inputs(*(a[row : row + 1, :length] for a in x[:-1]), x.state[row : row + 1])
+    for i, length in enumerate(lengths):
+        row = slice(i, i + 1)
+        kept = cut(x, slice(length), x.state[row], row)
         want = run(kept, cuda.TUNING)[1] if length else kept.state
-        assert mx.array_equal(state[row : row + 1], want)
+        assert mx.array_equal(state[row], want)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+def test_masked_and_state_only_rows_of_many_lengths_equal_the_reference(dtype: mx.Dtype) -> None:
+    lengths = mx.array([0, 1, 2, 63, 64, 65, 1000])
+    x = make_inputs(n_steps=1000, batch=7, key_dim=32, value_dim=2, dtype=dtype)
+    mask = mx.arange(1000)[None] < lengths[:, None]
+    y, masked = run(x, metal.TUNING, mask)
+    (alone,) = run_on_cpu(make_call(metal.HEADER, metal.TUNING, None, x.k, x.v, x.g, x.beta, x.state, lengths))
+    want_y, want_state = reference.gated_delta(*x, mask)
+    assert largest(masked - want_state) <= 1e-5
+    assert mx.array_equal(alone, masked)
+    assert largest(y - want_y) <= HALF_STEP[dtype]
 
 
 def test_any_cut_of_the_steps_has_the_same_bits() -> None:
@@ -68,7 +82,7 @@ def test_any_cut_of_the_steps_has_the_same_bits() -> None:
     want_y, want_state = run(x, cuda.TUNING)
     outputs, state = [], x.state
     for begin, end in ((0, 1), (1, 6), (6, 11)):
-        y, state = run(Inputs(*(a[:, begin:end] for a in x[:-1]), state), cuda.TUNING)
+        y, state = run(cut(x, slice(begin, end), state), cuda.TUNING)
         outputs.append(y)
     assert mx.array_equal(mx.concatenate(outputs, axis=1), want_y)
     assert mx.array_equal(state, want_state)

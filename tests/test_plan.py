@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def fates(plan: Plan) -> dict[str, Rule]:
     return {write.name: write.rule for write in plan.writes()}
 
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "dense, tied": {"tied": True},
     "text only": {"text_only": True, "vision": False, "mtp": False},
@@ -137,8 +138,10 @@ def _shift(by: float, tensors: tiny.Tensors) -> tiny.Tensors:
         (Generation.NEVER_SHIFTED, lambda made: _shift(-1, made.canonical)),
         (
             Generation.SHIFTED_RAW,
-            lambda made: _shift(1, {n: v for n, v in made.raw.items() if not n.startswith("mtp.")})
-            | {"model.language_model.norm.weight": made.canonical["language_model.model.norm.weight"]},
+            lambda made: (
+                _shift(1, {n: v for n, v in made.raw.items() if not n.startswith("mtp.")})
+                | {"model.language_model.norm.weight": made.canonical["language_model.model.norm.weight"]}
+            ),
         ),
     ],
     ids=lambda value: value.value if isinstance(value, Generation) else "",
@@ -293,7 +296,7 @@ def test_every_tensor_has_one_fate_however_it_is_dealt_to_shards(
     n_stored = sum(value.nbytes for value in made.raw.values())
     assert n_written + sum(skip.n_bytes for skip in plan.skips) == n_stored
     pieces = sorted((piece.file, piece.begin, piece.end) for write in plan.writes() for piece in write.pieces)
-    assert all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(pieces, pieces[1:], strict=False))
+    assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(pieces))
 
 
 def test_oddities_are_findings(tmp_path: Path) -> None:

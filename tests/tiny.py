@@ -268,7 +268,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     names = list(tensors)
     np.random.default_rng(seed).shuffle(names)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i in range(n_shards):
         file = f"model.safetensors-{i + 1:05d}-of-{n_shards:05d}.safetensors"
         members = {name: np.ascontiguousarray(tensors[name]) for name in names[i::n_shards]}

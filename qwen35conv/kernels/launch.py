@@ -8,13 +8,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Any
+
 import mlx.core as mx
 
 from qwen35conv.kernels.body import BODY
 
 GROUP = 32  # lanes that exchange values: a simdgroup, a warp
-Builder = Callable[..., Callable[..., list[mx.array]]]
+Builder = Callable[..., Any]  # MLX types what it builds as object
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,6 @@ class Tuning:
     rows: int  # rows they share
     vector: int  # neighbouring values a lane reads at once, at most
     depth: int  # steps whose inputs are under way, in a long run; a power of two
-    ahead: int  # steps before that in which they are brought into the cache; 0 for never
     groups: int  # lane groups in a thread block
 
 
@@ -88,7 +89,7 @@ def make_call(
 ) -> Call:
     """The call that runs T steps of each row of the batch."""
     shape = k.shape
-    inputs = (k, v, g.astype(mx.float32), beta, state, _steps(shape[1]))
+    inputs: tuple[mx.array, ...] = (k, v, g.astype(mx.float32), beta, state, _steps(shape[1]))
     if q is None:
         assert rows is not None
         inputs = (*inputs, rows.astype(mx.int32))
@@ -124,11 +125,10 @@ def _make_plan(
         ("Rows", rows),
         ("Vec", vector),
         ("Depth", 1 if n_steps == 1 else min(tuning.depth, lanes)),
-        ("Ahead", tuning.ahead),
     )
     state_shape = (batch, n_value_heads, value_dim, key_dim)
     return Plan(
-        kernel=_make_kernel(backend_header, kind, n_steps == 1, tuning.ahead > 0),
+        kernel=_make_kernel(backend_header, kind, n_steps == 1),
         template=template,
         grid=(GROUP, -(-value_dim // (GROUP // lanes * rows)), batch * n_value_heads),
         threadgroup=(GROUP, tuning.groups, 1),
@@ -137,15 +137,10 @@ def _make_plan(
     )
 
 
-@lru_cache(maxsize=None)
-def _make_kernel(backend_header: str, kind: str, one_step: bool, ahead: bool) -> Kernel:
+@cache
+def _make_kernel(backend_header: str, kind: str, one_step: bool) -> Kernel:
     """The shared body under a backend's header: `plain`, `masked`, or the `state` alone; for one step or any number."""
-    flags = {
-        "HAS_MASK": kind == "masked",
-        "STATE_ONLY": kind == "state",
-        "ONE_STEP": one_step,
-        "BRING_NEAR": ahead and not one_step,
-    }
+    flags = {"HAS_MASK": kind == "masked", "STATE_ONLY": kind == "state", "ONE_STEP": one_step}
     header = "".join(f"#define {name} {int(on)}\n" for name, on in flags.items()) + backend_header
     common = ("k", "v", "g", "beta", "state_in", "steps")
     inputs = {"plain": ("q", *common), "masked": ("q", *common, "mask"), "state": (*common, "lengths")}[kind]
@@ -169,7 +164,7 @@ def _steps(n_steps: int) -> mx.array:
 def run(call: Call, build: Builder) -> list[mx.array]:
     """The outputs of a call, its kernel made by `mx.fast.metal_kernel` or `mx.fast.cuda_kernel`."""
     plan = call.plan
-    return _built(build, plan.kernel)(
+    outputs: list[mx.array] = _built(build, plan.kernel)(
         inputs=call.inputs,
         template=plan.template,
         grid=plan.grid,
@@ -178,14 +173,16 @@ def run(call: Call, build: Builder) -> list[mx.array]:
         output_dtypes=plan.output_dtypes,
         stream=mx.gpu,
     )
+    return outputs
 
 
-@lru_cache(maxsize=None)
-def _built(build: Builder, kernel: Kernel) -> Callable[..., list[mx.array]]:
-    return build(
+@cache
+def _built(build: Builder, kernel: Kernel) -> Callable[..., Any]:
+    built: Callable[..., Any] = build(
         name=kernel.name,
         input_names=kernel.input_names,
         output_names=kernel.output_names,
         source=kernel.source,
         header=kernel.header,
     )
+    return built

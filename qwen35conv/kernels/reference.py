@@ -72,16 +72,19 @@ def _step(state: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array
     return state + k * delta
 
 
-def _by_step(
-    k: mx.array, v: mx.array, g: mx.array, beta: mx.array
-) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+def _by_step(k: mx.array, v: mx.array, g: mx.array, beta: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Inputs in float32, value heads split by the key head that serves them, shaped to broadcast over the state."""
     n_key_heads = k.shape[2]
 
     def split(x: mx.array) -> mx.array:  # [B, T, Hv, ...] -> [B, T, Hk, R, ...]
         return x.astype(mx.float32).reshape(*x.shape[:2], n_key_heads, -1, *x.shape[3:])
 
-    return k.astype(mx.float32)[:, :, :, None, None], split(v)[..., None], split(g)[..., None, None], split(beta)[..., None, None]
+    return (
+        k.astype(mx.float32)[:, :, :, None, None],
+        split(v)[..., None],
+        split(g)[..., None, None],
+        split(beta)[..., None, None],
+    )
 
 
 def _grouped(state: mx.array, n_key_heads: int) -> mx.array:

@@ -151,7 +151,7 @@ def load_decoder(
     backend: str = "auto",
     keep: bool = False,
 ) -> Decoder:
-    """The text model. Raises OpaqueModuleError where the embeddings or the head can't be run."""
+    """The text model; what can't be run of it raises OpaqueModuleError on use."""
     n_rows = config.vocab_size if vocab_size is None else vocab_size
     embeddings = weights.table(f"{TRUNK_PREFIX}embed_tokens", n_rows, config.hidden_size)
     return Decoder(

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from qwen35conv.config import ModuleQuantization
+from qwen35conv.errors import CheckpointError
 
 _GROUPS = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8": (32,)}
 _BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
@@ -152,16 +153,19 @@ class RowTable:
     read: Callable[[str, int, int], mx.array]
     has_bias: bool = False
     dtype: mx.Dtype | None = None  # what rows are dequantised to; None: as MLX does
+    refusal: CheckpointError | None = None  # raised on use, where the rows can't be run
 
     def lookup(self, ids: np.ndarray) -> mx.array:
-        """The rows of `ids` [...], as [..., width]; neighbouring rows are read at once."""
+        """The rows of `ids` [...], as [..., width]; neighbouring rows are read at once. Raises `refusal`."""
+        self._check()
         wanted, places = np.unique(ids, return_inverse=True)
         runs = np.split(wanted, np.nonzero(np.diff(wanted) != 1)[0] + 1)
         rows = mx.concatenate([self._rows(int(run[0]), int(run[-1]) + 1) for run in runs])
         return rows[mx.array(places.reshape(ids.shape))]
 
     def linear(self, begin: int, end: int) -> Linear:
-        """The map to outputs `begin` to `end` (one past)."""
+        """The map to outputs `begin` to `end` (one past). Raises `refusal`."""
+        self._check()
         bias = self.read("bias", begin, end) if self.has_bias else None
         weight = self.read("weight", begin, end)
         if self.packing is None:
@@ -172,6 +176,10 @@ class RowTable:
         """Row ranges that cover the table, about `n_bytes` each."""
         step = max(1, n_bytes * self.n_rows // max(1, self.n_bytes))
         return [(begin, min(begin + step, self.n_rows)) for begin in range(0, self.n_rows, step)]
+
+    def _check(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
 
     def _rows(self, begin: int, end: int) -> mx.array:
         weight = self.read("weight", begin, end)

@@ -69,8 +69,9 @@ class Weights:
         return PlainExperts(weight) if packing is None else QuantizedExperts(weight, *self._scales(module), packing)
 
     def table(self, module: str, n_rows: int, width: int) -> RowTable:
-        """A matrix that is read by rows. Raises OpaqueModuleError where it can't be run."""
-        packing = self._packing(module)
+        """A matrix that is read by rows; its use raises OpaqueModuleError where it can't be run."""
+        packing = self.packing.get(module)
+        refusal = None if can_run(packing) else _refusal(module, packing)
         bits = packing.bits if packing is not None else 8 * self.tensors.rows(f"{module}.weight", 0, 1).dtype.size
         return RowTable(
             n_rows=n_rows,
@@ -79,6 +80,7 @@ class Weights:
             read=lambda part, begin, end: self._cast(self.tensors.rows(f"{module}.{part}", begin, end)),
             has_bias=f"{module}.bias" in self.tensors,
             dtype=self.dtype,
+            refusal=refusal,
         )
 
     def opaque(self, modules: Iterable[str]) -> tuple[str, ...]:
@@ -87,14 +89,9 @@ class Weights:
 
     def _packing(self, module: str) -> ModuleQuantization | None:
         packing = self.packing.get(module)
-        if can_run(packing):
-            return packing
-        assert packing is not None
-        raise OpaqueModuleError(
-            f"{module}: packed as mode {packing.mode!r} with {packing.bits} bits in groups of {packing.group_size}, "
-            "which MLX has no matrix product for",
-            hint="it converts byte for byte all the same; its own loader must verify it",
-        )
+        if not can_run(packing):
+            raise _refusal(module, packing)
+        return packing
 
     def _scales(self, module: str) -> tuple[mx.array, mx.array | None]:
         biases = self.array(f"{module}.biases") if f"{module}.biases" in self.tensors else None
@@ -102,3 +99,12 @@ class Weights:
 
     def _cast(self, array: mx.array) -> mx.array:
         return array if self.dtype is None or array.dtype not in _FLOATS else array.astype(self.dtype)
+
+
+def _refusal(module: str, packing: ModuleQuantization | None) -> OpaqueModuleError:
+    assert packing is not None
+    return OpaqueModuleError(
+        f"{module}: packed as mode {packing.mode!r} with {packing.bits} bits in groups of {packing.group_size}, "
+        "which MLX has no matrix product for",
+        hint="it converts byte for byte all the same; its own loader must verify it",
+    )

@@ -11,7 +11,7 @@ from qwen35conv.documents import outcome_document, preparation_document
 from qwen35conv.report.console import show_document
 from qwen35conv.report.page import Page, show_page
 from qwen35conv.report.plan_table import show_files, show_tallies
-from qwen35conv.report.words import MEANING, counted, exact, sized, style_of
+from qwen35conv.report.words import MEANING, counted, exact, overruled, sized, style_of
 from qwen35conv.sidecar import RECEIPT
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def _build_plan(page: Page, preparation: Preparation) -> None:
     page.heading("Dry run", ("  nothing is written", ""))
     page.line((plan.checkpoint.label, "cyan"), " → ", (str(preparation.destination), "cyan"))
     page.line((generation.value.upper(), style_of(generation)), f"  {MEANING[generation]}", hang=2)
+    if (told := overruled(plan)) is not None:
+        page.line((told, "bold yellow"), hang=2)
     page.heading("Tensors")
     show_tallies(page, plan)
     show_files(page, plan, preparation.edits, preparation.files, brief=False)

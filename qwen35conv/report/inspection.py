@@ -11,13 +11,13 @@ from qwen35conv.checkpoint import Severity
 from qwen35conv.documents import inspection_document
 from qwen35conv.errors import ConventionError, DestinationError, Qwen35ConvError
 from qwen35conv.gain_picture import Cell, Strip, Tone, folds, glyph_of, histogram, make_strips, odd_marks, ruler
-from qwen35conv.inspection import dtype_shares, needs_conversion, next_command, sketch
+from qwen35conv.inspection import dtype_shares, is_named, needs_conversion, next_command, sketch
 from qwen35conv.layout import Region
 from qwen35conv.loaders import LOADERS, Outcome
 from qwen35conv.report.console import show_document
 from qwen35conv.report.page import Page, Span, build_picture, show_page
 from qwen35conv.report.plan_table import show_files, show_tallies, stored_lines, tensor_lines
-from qwen35conv.report.words import MEANING, control_line, counted, head_spans, sized, style_of
+from qwen35conv.report.words import MEANING, control_line, counted, head_spans, overruled, sized, style_of
 
 if TYPE_CHECKING:
     from qwen35conv.convention import Verdict
@@ -103,7 +103,10 @@ def _show_headline(page: Page, inspection: Inspection) -> None:
     mix = ", ".join(f"{share.what} {_percent(share.n_bytes / total)}" for share in shares)
     size = f"{sized(checkpoint.n_bytes)} in {counted(len(checkpoint.shards), 'shard')}"
     page.line((checkpoint.label, "cyan"), f"  {size} · {mix}")
-    regions = Counter(tensor.place.region if tensor.place else None for tensor in checkpoint.tensors)
+    planned = inspection.shown_plan is not None  # then every name has a rule
+    regions = Counter(
+        tensor.place.region if tensor.place and (planned or is_named(tensor)) else None for tensor in checkpoint.tensors
+    )
     parts = [f"{region.value} {regions[region]:,}" for region in Region if regions[region]]
     if n := regions[None]:
         parts.append(f"names that no rule knows {n:,}")
@@ -126,9 +129,8 @@ def _show_verdicts(page: Page, inspection: Inspection) -> None:
     if (control := control_line(trunk)) is not None:
         page.line(control, hang=2)
     page.line((f"decided by {trunk.by}", "dim"))
-    if plan is not None and not trunk.converts:
-        how = "--assume" if inspection.options.assume is not None else "--repair"
-        page.line((f"overruled by {how}: {plan.shift:+d} to each gain", "bold yellow"))
+    if plan is not None and (told := overruled(plan)) is not None:
+        page.line((told, "bold yellow"), hang=2)
     if verdicts.head is not None:
         page.line(*head_spans("draft head (mtp)", verdicts.head), hang=2)
     for file, verdict in verdicts.sidecars.items():

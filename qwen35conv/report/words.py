@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from qwen35conv.convention import Generation, Role, Verdict
 from qwen35conv.evidence import CONTROL_HIGH, CONTROL_LOW
 from qwen35conv.report.page import Span
+
+if TYPE_CHECKING:
+    from qwen35conv.plan import Plan
 
 MEANING = {
     Generation.RAW: "as transformers exports it: gains hold gamma - 1, conv not moved",
@@ -53,6 +58,14 @@ def span_of_means(lowest: float, highest: float) -> str:
     """A range; one number where both ends look the same."""
     low, high = f"{lowest:.2f}", f"{highest:.2f}"
     return low if low == high else f"{low} to {high}"
+
+
+def overruled(plan: Plan) -> str | None:
+    """What an option made of the verdict; None where the plan follows it."""
+    if plan.shift == plan.verdict.shift:
+        return None
+    how = "--repair" if plan.options.assume is None else f"--assume {plan.options.assume.value}"
+    return f"overruled by {how}: {f'{plan.shift:+d} to each gain' if plan.shift else 'the gains stay as they are'}"
 
 
 def control_line(verdict: Verdict) -> str | None:

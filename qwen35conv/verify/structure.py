@@ -35,7 +35,9 @@ def check_structure(checkpoint: Checkpoint, plan: Plan) -> Check:
     except CheckpointError as error:
         return Check("structure", False, str(error), tuple(details))
     if wrong := [f"{write.name} ({write.dtype.value})" for write in writes if not _is_typed(write, plan)]:
-        return Check("structure", False, f"{len(wrong)} tensors in a dtype they can't have: {few(wrong)}", tuple(details))
+        return Check(
+            "structure", False, f"{len(wrong)} tensors in a dtype they can't have: {few(wrong)}", tuple(details)
+        )
     summary = f"{len(writes)} tensors: each that config.json implies, none more"
     return Check("structure", True, summary, tuple(details))
 

@@ -5,6 +5,7 @@
 // still shuffles) are an error, as they would be undefined on a GPU.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -23,7 +24,9 @@ struct Position {
 };
 
 struct Lane {
-  ucontext_t context;
+  ucontext_t context;  // to start with; from then on jumps, which leave the signal mask alone and are far cheaper
+  jmp_buf resume;
+  bool started;
   std::vector<char> stack = std::vector<char>(stack_bytes);
   Position position;
   unsigned index;
@@ -35,12 +38,26 @@ struct Lane {
 
 inline Lane lanes[n_lanes];
 inline Lane* current = nullptr;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline void (*kernel)() = nullptr;
 
 inline void enter() {
   kernel();
   current->done = true;
+  _longjmp(scheduler, 1);
+}
+
+// Let a lane run until it gives way.
+inline void run_lane(Lane& lane) {
+  current = &lane;
+  if (_setjmp(scheduler)) return;
+  if (lane.started) _longjmp(lane.resume, 1);
+  lane.started = true;
+  setcontext(&lane.context);
+}
+
+inline void give_way() {
+  if (!_setjmp(current->resume)) _longjmp(scheduler, 1);
 }
 
 // Run one group of lanes to its end; false if they part ways.
@@ -50,18 +67,15 @@ inline bool run_group(unsigned y, unsigned z) {
     lane.position = {unsigned(i), y, z};
     lane.index = i;
     lane.n_shuffles = 0;
-    lane.done = false;
+    lane.started = lane.done = false;
     getcontext(&lane.context);
     lane.context.uc_stack.ss_sp = lane.stack.data();
     lane.context.uc_stack.ss_size = lane.stack.size();
-    lane.context.uc_link = &scheduler;
+    lane.context.uc_link = nullptr;  // `enter` never returns
     makecontext(&lane.context, enter, 0);
   }
   while (!lanes[0].done) {
-    for (Lane& lane : lanes) {
-      current = &lane;
-      swapcontext(&scheduler, &lane.context);
-    }
+    for (Lane& lane : lanes) run_lane(lane);
     for (const Lane& lane : lanes) {
       const bool together = lane.n_shuffles == lanes[0].n_shuffles && lane.step == lanes[0].step;
       if (lane.done != lanes[0].done || !together) return false;
@@ -93,7 +107,7 @@ inline float simd_shuffle_xor(float value, int step) {
   const unsigned slot = lane.n_shuffles++ % 2;
   lane.given[slot] = value;
   lane.step = step;
-  swapcontext(&lane.context, &shim::scheduler);
+  shim::give_way();
   return shim::lanes[lane.index ^ step].given[slot];
 }
 
