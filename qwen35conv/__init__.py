@@ -12,21 +12,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from qwen35conv.version import __version__
 
 if TYPE_CHECKING:
     from qwen35conv.convert import write
     from qwen35conv.errors import Qwen35ConvError
-    from qwen35conv.plan import Options, Plan, make_plan
+    from qwen35conv.planning.plan import Options, Plan, make_plan
     from qwen35conv.source import open_source, read_checkpoint
     from qwen35conv.view import open_view
 
 # Loaded when first asked for: the view needs MLX, the plan does not.
 _ROOMS = {
-    "Options": "plan",
-    "Plan": "plan",
+    "Options": "planning.plan",
+    "Plan": "planning.plan",
     "Qwen35ConvError": "errors",
-    "make_plan": "plan",
+    "make_plan": "planning.plan",
     "open_source": "source",
     "open_view": "view",
     "read_checkpoint": "source",

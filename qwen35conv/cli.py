@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from qwen35conv import __version__
 from qwen35conv.errors import DestinationError, Qwen35ConvError
+from qwen35conv.version import __version__
 
 if TYPE_CHECKING:
-    from qwen35conv.plan import Options
+    from qwen35conv.planning.plan import Options
 
 app = typer.Typer(
     name="qwen35",
@@ -146,7 +146,7 @@ def convert(
     with _reporting("convert", as_json, debug):
         from qwen35conv import report
         from qwen35conv.convert import carry_out, prepare
-        from qwen35conv.plan import make_plan
+        from qwen35conv.planning.plan import make_plan
         from qwen35conv.source import open_source, read_checkpoint
 
         options = _options(keep_vision, mtp, assume, repair, norm_dtype, max_shard_size, tie_embeddings)
@@ -230,8 +230,8 @@ def _options(
     max_shard_size: str | None = None,
     tie_embeddings: bool = False,
 ) -> Options:
-    from qwen35conv.convention import Generation
-    from qwen35conv.plan import Mtp, NormDtype, Options
+    from qwen35conv.generation.convention import Generation
+    from qwen35conv.planning.plan import Mtp, NormDtype, Options
 
     if repair and assume is not None:
         raise typer.BadParameter("--repair and --assume exclude each other")

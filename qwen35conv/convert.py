@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen35conv import __version__
-from qwen35conv.checkpoint import CONFIG, INDEX
-from qwen35conv.convention import Generation
 from qwen35conv.errors import DestinationError, SourceError
+from qwen35conv.facts.checkpoint import CONFIG, INDEX
+from qwen35conv.facts.header import build_header
 from qwen35conv.fixes import fixed
-from qwen35conv.header import build_header
-from qwen35conv.pieces import Write
-from qwen35conv.plan import Options, Plan, PlanShard, make_plan
-from qwen35conv.receipt import ShardRecord, build_receipt, build_source_gains, computed_gains, options_document
-from qwen35conv.sidecar import (
+from qwen35conv.generation.convention import Generation
+from qwen35conv.planning.pieces import Write
+from qwen35conv.planning.plan import Options, Plan, PlanShard, make_plan
+from qwen35conv.planning.receipt import ShardRecord, build_receipt, build_source_gains, computed_gains, options_document
+from qwen35conv.planning.sidecar import (
     RECEIPT,
     SOURCE_GAINS,
     ConfigEdit,
@@ -34,7 +33,16 @@ from qwen35conv.sidecar import (
     side_files,
 )
 from qwen35conv.source import LocalSource, Source, read_checkpoint
-from qwen35conv.writer import BUFFER_BYTES, METADATA, Partial, Written, check_destination, publishing, write_shards
+from qwen35conv.version import __version__
+from qwen35conv.writing.writer import (
+    BUFFER_BYTES,
+    METADATA,
+    Partial,
+    Written,
+    check_destination,
+    publishing,
+    write_shards,
+)
 
 MTP_INDEX = "mtp.safetensors.index.json"
 _BLOCK = 1 << 20

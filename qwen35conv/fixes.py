@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from qwen35conv.header import Dtype
-from qwen35conv.pieces import Fix, Write
+from qwen35conv.facts.header import Dtype
+from qwen35conv.planning.pieces import Fix, Write
 from qwen35conv.source import values_of
 
 _SHIFTS = {Fix.ADD_ONE: 1.0, Fix.SUBTRACT_ONE: -1.0, Fix.CAST: 0.0}

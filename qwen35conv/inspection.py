@@ -7,16 +7,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from qwen35conv.checkpoint import Checkpoint, Finding, SourceTensor
-from qwen35conv.config import LayerKind, ModelConfig
-from qwen35conv.convention import ConvLayout, Generation, Naming, repair_shift
 from qwen35conv.errors import CheckpointError, ConventionError, Qwen35ConvError
-from qwen35conv.layout import KEPT_MTP_PREFIX, VISION_PREFIX, Region, Role, canonical_modules, is_known, parse_name
-from qwen35conv.loaders import Artifact, Forecast, Outcome, Stored, forecast, stored_gains
-from qwen35conv.pieces import Rule, Skip, Write
-from qwen35conv.plan import Mtp, NormDtype, Options, Plan, make_plan
-from qwen35conv.sidecar import ConfigEdit, SideFiles, build_config, config_edits, side_files
-from qwen35conv.verdicts import Verdicts, conv_layout, judge_checkpoint
+from qwen35conv.facts.checkpoint import Checkpoint, Finding, SourceTensor
+from qwen35conv.facts.config import LayerKind, ModelConfig
+from qwen35conv.facts.layout import (
+    KEPT_MTP_PREFIX,
+    VISION_PREFIX,
+    Region,
+    Role,
+    canonical_modules,
+    is_known,
+    parse_name,
+)
+from qwen35conv.generation.convention import ConvLayout, Generation, Naming, repair_shift
+from qwen35conv.generation.loaders import Artifact, Forecast, Outcome, Stored, forecast, stored_gains
+from qwen35conv.planning.pieces import Rule, Skip, Write
+from qwen35conv.planning.plan import Mtp, NormDtype, Options, Plan, make_plan
+from qwen35conv.planning.sidecar import ConfigEdit, SideFiles, build_config, config_edits, side_files
+from qwen35conv.planning.verdicts import Verdicts, conv_layout, judge_checkpoint
 
 # Layers, hidden size and experts of the published models.
 _SHAPES = {

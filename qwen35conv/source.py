@@ -13,7 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from qwen35conv.checkpoint import (
+from qwen35conv.errors import Qwen35ConvError, SourceError
+from qwen35conv.facts.checkpoint import (
     CONFIG,
     INDEX,
     SUFFIX,
@@ -31,11 +32,10 @@ from qwen35conv.checkpoint import (
     locate,
     parse_index,
 )
-from qwen35conv.config import parse_config
-from qwen35conv.convention import Gain
-from qwen35conv.errors import Qwen35ConvError, SourceError
-from qwen35conv.header import LENGTH_BYTES, Dtype, Header, parse_header, parse_length, shown
-from qwen35conv.layout import Place, Region, Role, parse_name
+from qwen35conv.facts.config import parse_config
+from qwen35conv.facts.header import LENGTH_BYTES, Dtype, Header, parse_header, parse_length, shown
+from qwen35conv.facts.layout import Place, Region, Role, parse_name
+from qwen35conv.generation.convention import Gain
 
 _MAX_DEPTH = 3  # of subfolders that are looked into for strays
 _MAX_JSON = 200_000_000  # bytes: an index of a million tensors is well below

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 import mlx.core as mx
 import numpy as np
 
+from qwen35conv.facts.header import Dtype
 from qwen35conv.fixes import fixed
-from qwen35conv.header import Dtype
-from qwen35conv.pieces import Fix, Piece, Write
-from qwen35conv.plan import Plan
+from qwen35conv.planning.pieces import Fix, Piece, Write
+from qwen35conv.planning.plan import Plan
 from qwen35conv.source import Source
 
 # How each dtype enters MLX: the type of its bits, and what they are viewed as. 8-bit floats stay bits, as in mx.load.

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from qwen35conv.header import Dtype, TensorInfo, build_header, n_bytes_of
+from qwen35conv.facts.header import Dtype, TensorInfo, build_header, n_bytes_of
 
 Tensor = tuple[str, Dtype, tuple[int, ...]]
 CONVERT = (sys.executable, "-m", "qwen35conv", "convert")

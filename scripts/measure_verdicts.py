@@ -23,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 
 from gain_draws import BEYOND, draw, draw_head  # noqa: E402  (the path must be set first)
 
-from qwen35conv.convention import Generation, judge, judge_head  # noqa: E402
+from qwen35conv.generation.convention import Generation, judge, judge_head  # noqa: E402
 
 STOPS = (Generation.MIXED, Generation.UNKNOWN)
 Row = tuple[str, str, Generation, Generation, str, float]  # kind, where, truth, verdict, first reason, seconds

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import ml_dtypes
 import numpy as np
 
-from qwen35conv.convention import ConvLayout, Facts, Gain, Generation, Naming
+from qwen35conv.generation.convention import ConvLayout, Facts, Gain, Generation, Naming
 
 Rng = np.random.Generator
 

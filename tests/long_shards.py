@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from qwen35conv.header import Dtype
-from qwen35conv.pieces import Fix, Piece, Rule, Write
-from qwen35conv.plan import PlanShard
+from qwen35conv.facts.header import Dtype
+from qwen35conv.planning.pieces import Fix, Piece, Rule, Write
+from qwen35conv.planning.plan import PlanShard
 
 _BLOCK = 1 << 20
 

@@ -13,9 +13,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from qwen35conv.config import LayerKind, ModelConfig, parse_config
-from qwen35conv.inventory import expected_head, expected_trunk
-from qwen35conv.layout import HEAD_MODULE, TRUNK_PREFIX, Role
+from qwen35conv.facts.config import LayerKind, ModelConfig, parse_config
+from qwen35conv.facts.layout import HEAD_MODULE, TRUNK_PREFIX, Role
+from qwen35conv.planning.inventory import expected_head, expected_trunk
 
 LINEAR, FULL = (kind.value for kind in LayerKind)
 SIZES: dict[str, Any] = {

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import tiny
 
-from qwen35conv.config import LayerKind, parse_config
 from qwen35conv.errors import CheckpointError, SourceError
+from qwen35conv.facts.config import LayerKind, parse_config
 
 
 def parse(document: Any) -> Any:
@@ -78,7 +78,7 @@ def test_every_spelling_of_the_family_is_known(model_type: str | None, text_type
 @pytest.mark.parametrize("model_type", ["qwen4_exp", "llama", "qwen3_next", "", None, 3])
 def test_another_architecture_is_refused_by_name(model_type: Any) -> None:
     document = tiny.make_config(tiny.SMALL, text_only=True) | {"model_type": model_type}
-    with pytest.raises(CheckpointError, match="not of the Qwen3.5 family"):
+    with pytest.raises(CheckpointError, match=r"not of the Qwen3\.5 family"):
         parse(document)
 
 

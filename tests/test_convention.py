@@ -29,7 +29,7 @@ from gain_draws import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen35conv.convention import (
+from qwen35conv.generation.convention import (
     ConvLayout,
     Facts,
     Gain,
@@ -42,7 +42,7 @@ from qwen35conv.convention import (
     measure,
     repair_shift,
 )
-from qwen35conv.gains import measure_all
+from qwen35conv.generation.gains import measure_all
 
 ORACLE = Path(os.environ.get("QWEN35_ORACLE", Path(__file__).parents[2] / "shared" / "oracle" / "data"))
 R, C, N = Naming.RAW, Naming.CANONICAL, Naming.NEUTRAL

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from qwen35conv import Options, make_plan, open_source, read_checkpoint, write
 from qwen35conv.convert import Outcome, conversion_key, prepare
 from qwen35conv.errors import DestinationError, SourceError
-from qwen35conv.plan import Mtp
+from qwen35conv.planning.plan import Mtp
 
 
 def convert(source: Path, destination: Path, options: Options | None = None, **how: Any) -> Outcome:

@@ -12,12 +12,12 @@ import pytest
 import tiny
 from safetensors import safe_open
 
-from qwen35conv.convention import Generation
 from qwen35conv.convert import prepare, write
-from qwen35conv.documents import error_document, inspection_document, outcome_document, preparation_document
 from qwen35conv.errors import SourceError
+from qwen35conv.generation.convention import Generation
 from qwen35conv.inspection import Inspection, inspect_checkpoint
-from qwen35conv.plan import Mtp, Options, make_plan
+from qwen35conv.planning.plan import Mtp, Options, make_plan
+from qwen35conv.report.documents import error_document, inspection_document, outcome_document, preparation_document
 from qwen35conv.source import open_source, read_checkpoint
 
 ORACLE = Path(__file__).parents[2] / "shared" / "oracle" / "data"

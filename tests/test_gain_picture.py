@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen35conv.gain_picture import (
+from qwen35conv.generation.gains import Gain, measure_all
+from qwen35conv.report.gain_picture import (
     ABSENT,
     HEIGHTS,
     NOT_FINITE,
@@ -19,7 +20,6 @@ from qwen35conv.gain_picture import (
     odd_marks,
     ruler,
 )
-from qwen35conv.gains import Gain, measure_all
 
 N_LAYERS, N = 12, 40
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from qwen35conv.errors import HeaderError
-from qwen35conv.header import Dtype, TensorInfo, build_header, n_bytes_of, parse_header, parse_length, shown
+from qwen35conv.facts.header import Dtype, TensorInfo, build_header, n_bytes_of, parse_header, parse_length, shown
 
 
 def read(raw: bytes) -> list[TensorInfo]:
@@ -71,13 +71,16 @@ WRONG = {
     "overflowing offset": (file_of({"a": entry(offsets=(2**64, 2**64 + 8))}, bytes(8)), "a: data_offsets must be"),
     "three offsets": (file_of({"a": entry(offsets=(0, 8, 8))}, bytes(8)), "a: data_offsets must be"),
     "reversed offsets": (file_of({"a": entry(offsets=(8, 0))}, bytes(8)), "a: expected 8 bytes"),
-    "fewer bytes than the shape": (file_of({"a": entry(offsets=(0, 4))}, bytes(4)), "a: expected 8 bytes for F32 [2], found 4"),
+    "fewer bytes than the shape": (
+        file_of({"a": entry(offsets=(0, 4))}, bytes(4)),
+        "a: expected 8 bytes for F32 [2], found 4",
+    ),
     "half a byte": (file_of({"a": entry("F4", (3,), (0, 1))}, bytes(1)), "does not fill whole bytes"),
     "a hole": (file_of({"a": entry(offsets=(4, 12))}, bytes(12)), "a: leaves a hole"),
     "an overlap": (file_of({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)), "b: overlaps"),
     "truncated data": (file_of({"a": entry()}, bytes(7)), "truncated: tensors take 8 bytes, the file has 7"),
     "bytes of no tensor": (file_of({"a": entry()}, bytes(9)), "1 bytes after the last tensor"),
-}  # fmt: skip
+}
 
 
 # Where the safetensors library looks away.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qwen35conv.convention import Naming
-from qwen35conv.layout import Region, Role, canonical_modules, is_known, layer_of, parse_name
+from qwen35conv.facts.layout import Region, Role, canonical_modules, is_known, layer_of, parse_name
+from qwen35conv.generation.convention import Naming
 
 TRUNK = "language_model.model."
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from qwen35conv.convention import ConvLayout, Generation, Naming
-from qwen35conv.loaders import LOADERS, Artifact, Confidence, Outcome, Stored, forecast, stored_gains
+from qwen35conv.generation.convention import ConvLayout, Generation, Naming
+from qwen35conv.generation.loaders import LOADERS, Artifact, Confidence, Outcome, Stored, forecast, stored_gains
 
 RAW = Artifact(Naming.RAW, ConvLayout.RAW, has_mtp=True, gains=Stored.DELTA)
 OURS = Artifact(Naming.CANONICAL, ConvLayout.CANONICAL, has_mtp=False, gains=Stored.GAMMA)

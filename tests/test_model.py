@@ -12,11 +12,11 @@ import pytest
 from model_draws import EXPERTS, FULL, LINEAR, Held, draw_config, draw_ids, draw_tensors, oracle
 from safetensors.numpy import load_file
 
-from qwen35conv.config import ModelConfig, ModuleQuantization
-from qwen35conv.layout import TRUNK_PREFIX
+from qwen35conv.facts.config import ModelConfig, ModuleQuantization
+from qwen35conv.facts.layout import TRUNK_PREFIX
 from qwen35conv.model import Decoder, DeltaCache, OpaqueModuleError, Weights, load_block, load_decoder, span_of
 from qwen35conv.model.linear import RowTable
-from qwen35conv.plan import NormDtype, Options, Plan, make_plan
+from qwen35conv.planning.plan import NormDtype, Options, Plan, make_plan
 from qwen35conv.source import open_source, read_checkpoint
 from qwen35conv.view import View, open_view
 

@@ -11,8 +11,8 @@ from textwrap import dedent
 import pytest
 
 from qwen35conv.errors import DestinationError
-from qwen35conv.journal import JOURNAL, Finished, destination_error
-from qwen35conv.publish import Partial, check_destination, publishing
+from qwen35conv.writing.journal import JOURNAL, Finished, destination_error
+from qwen35conv.writing.publish import Partial, check_destination, publishing
 
 ROOT = Path(__file__).parents[1]
 SHARD = "model-00001-of-00002.safetensors"
@@ -245,8 +245,8 @@ def killed_at(rename: int, target: Path) -> None:
     program = f"""
         import os, signal, sys
         from pathlib import Path
-        from qwen35conv.journal import Finished
-        from qwen35conv.publish import publishing
+        from qwen35conv.writing.journal import Finished
+        from qwen35conv.writing.publish import publishing
 
         renames = iter(range(99))
         def audit(event, arguments):
@@ -307,7 +307,7 @@ def test_a_lock_does_not_outlive_a_killed_process(tmp_path: Path) -> None:
     program = f"""
         import os, signal
         from pathlib import Path
-        from qwen35conv.publish import publishing
+        from qwen35conv.writing.publish import publishing
         with publishing(Path({str(tmp_path / "out")!r}), key="key", overwrite=False) as partial:
             partial.temporary("model-00001-of-00001.safetensors").write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)

@@ -19,11 +19,11 @@ import tiny
 from rich.cells import cell_len
 
 from qwen35conv import report
-from qwen35conv.convention import Generation
 from qwen35conv.convert import prepare, write
 from qwen35conv.errors import CheckpointError, DestinationError, Qwen35ConvError, SourceError
+from qwen35conv.generation.convention import Generation
 from qwen35conv.inspection import Inspection, inspect_checkpoint
-from qwen35conv.plan import Mtp, Options, make_plan
+from qwen35conv.planning.plan import Mtp, Options, make_plan
 from qwen35conv.source import open_source, read_checkpoint
 
 ORACLE = Path(__file__).parents[2] / "shared" / "oracle" / "data"

@@ -13,9 +13,9 @@ import pytest
 import tiny
 from safetensors.numpy import load_file, save_file
 
-from qwen35conv.checkpoint import Checkpoint
 from qwen35conv.errors import CheckpointError, Qwen35ConvError, SourceError
-from qwen35conv.header import Dtype
+from qwen35conv.facts.checkpoint import Checkpoint
+from qwen35conv.facts.header import Dtype
 from qwen35conv.source import open_source, read_checkpoint, values_of
 
 INDEX = "model.safetensors.index.json"

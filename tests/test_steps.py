@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qwen35conv.facts.header import Dtype, build_header
 from qwen35conv.fixes import fixed
-from qwen35conv.header import Dtype, build_header
-from qwen35conv.pieces import Fix, Piece, Rule, Write
-from qwen35conv.plan import PlanShard
-from qwen35conv.steps import METADATA, rows_of, steps_of
+from qwen35conv.planning.pieces import Fix, Piece, Rule, Write
+from qwen35conv.planning.plan import PlanShard
+from qwen35conv.writing.steps import METADATA, rows_of, steps_of
 
 
 def copied(name: str, *pieces: Piece) -> Write:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen35conv.transfer import (
+from qwen35conv.writing.transfer import (
     BUFFER_BYTES,
     Mover,
     ReadFailedError,

@@ -17,11 +17,11 @@ from safetensors.numpy import save_file
 from tiny import BF16, SPARSE, Made, Sizes, make, save
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from qwen35conv.checkpoint import Checkpoint
 from qwen35conv.errors import SourceError
+from qwen35conv.facts.checkpoint import Checkpoint
 from qwen35conv.kernels import gated_delta
 from qwen35conv.model import DeltaCache, GatedDeltaNet, Weights, load_decoder
-from qwen35conv.plan import Plan, make_plan
+from qwen35conv.planning.plan import Plan, make_plan
 from qwen35conv.source import LocalSource, open_source, read_checkpoint
 from qwen35conv.verify import (
     QUICK,

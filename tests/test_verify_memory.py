@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from model_draws import draw_config
 
-from qwen35conv.header import Dtype, TensorInfo, build_header
-from qwen35conv.inventory import expected_head, expected_trunk
-from qwen35conv.layout import HEAD_MODULE, TRUNK_PREFIX, Role
+from qwen35conv.facts.header import Dtype, TensorInfo, build_header
+from qwen35conv.facts.layout import HEAD_MODULE, TRUNK_PREFIX, Role
+from qwen35conv.planning.inventory import expected_head, expected_trunk
 
 LIMIT = 1_200_000_000
 SIZES = {

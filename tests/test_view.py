@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qwen35conv import Options, make_plan, open_source, open_view, read_checkpoint, write
-from qwen35conv.plan import Mtp, NormDtype
+from qwen35conv.planning.plan import Mtp, NormDtype
 
 
 def bits(array: mx.array) -> np.ndarray:
@@ -80,8 +80,8 @@ def test_rows_read_only_what_they_need(tmp_path: Any) -> None:
     made = tiny.make(tiny.SPARSE)
     source = open_source(str(tiny.save(tmp_path / "source", made.raw, made.config)))
     view = open_view(source, make_plan(read_checkpoint(source)))
-    for name in ("language_model.model.embed_tokens.weight", "language_model.model.layers.0.mlp.switch_mlp.up_proj.weight",
-                 "language_model.model.norm.weight"):  # fmt: skip
+    for path in ("embed_tokens.weight", "layers.0.mlp.switch_mlp.up_proj.weight", "norm.weight"):
+        name = f"language_model.model.{path}"
         want = made.canonical[name][2:4]
         assert bits(view.rows(name, 2, 4)).tobytes() == np.ascontiguousarray(want).tobytes()
     assert "nothing" not in view

@@ -26,13 +26,13 @@ from safetensors import safe_open
 from tiny import SMALL, SPARSE, Made, assert_same, load, make, save
 
 from qwen35conv.errors import DestinationError, SourceError
-from qwen35conv.header import LENGTH_BYTES, Dtype
-from qwen35conv.journal import JOURNAL
-from qwen35conv.pieces import Fix, Piece, Rule, Write
-from qwen35conv.plan import Mtp, NormDtype, Options, PlanShard, make_plan
-from qwen35conv.publish import publishing
+from qwen35conv.facts.header import LENGTH_BYTES, Dtype
+from qwen35conv.planning.pieces import Fix, Piece, Rule, Write
+from qwen35conv.planning.plan import Mtp, NormDtype, Options, PlanShard, make_plan
 from qwen35conv.source import LocalSource, read_checkpoint
-from qwen35conv.writer import Written, write_shards
+from qwen35conv.writing.journal import JOURNAL
+from qwen35conv.writing.publish import publishing
+from qwen35conv.writing.writer import Written, write_shards
 
 ROOT = Path(__file__).parents[1]
 
@@ -310,9 +310,9 @@ def running(source: Path, target: Path) -> Iterator[subprocess.Popen[str]]:
         from pathlib import Path
         sys.path.insert(0, {str(ROOT / "tests")!r})
         from long_shards import long_shards
-        from qwen35conv.publish import publishing
+        from qwen35conv.writing.publish import publishing
         from qwen35conv.source import LocalSource
-        from qwen35conv.writer import write_shards
+        from qwen35conv.writing.writer import write_shards
         source = LocalSource(Path({str(source)!r}), "")
         with publishing(Path({str(target)!r}), key="key", overwrite=False) as partial:
             print("begun", flush=True)

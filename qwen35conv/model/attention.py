@@ -7,7 +7,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from qwen35conv.config import ModelConfig
+from qwen35conv.facts.config import ModelConfig
 from qwen35conv.model.linear import Linear
 from qwen35conv.model.span import Span
 from qwen35conv.model.weights import Weights

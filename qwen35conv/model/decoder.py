@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 import numpy as np
 
-from qwen35conv.config import LayerKind, ModelConfig
+from qwen35conv.facts.config import LayerKind, ModelConfig
+from qwen35conv.facts.layout import HEAD_MODULE, TRUNK_PREFIX
 from qwen35conv.kernels import resolve_backend
-from qwen35conv.layout import HEAD_MODULE, TRUNK_PREFIX
 from qwen35conv.model.attention import Attention, KVCache, load_attention
 from qwen35conv.model.feed_forward import FeedForward, MixtureOfExperts, load_feed_forward, load_mixture
 from qwen35conv.model.gated_delta_net import DeltaCache, GatedDeltaNet, load_gated_delta_net

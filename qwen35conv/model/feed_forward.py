@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from qwen35conv.config import ModelConfig
+from qwen35conv.facts.config import ModelConfig
 from qwen35conv.model.linear import ExpertLinear, Linear
 from qwen35conv.model.weights import Weights
 

@@ -11,7 +11,7 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
-from qwen35conv.config import ModelConfig
+from qwen35conv.facts.config import ModelConfig
 from qwen35conv.kernels import compute_gates, gated_delta
 from qwen35conv.model.linear import Linear
 from qwen35conv.model.span import Span

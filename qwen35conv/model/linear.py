@@ -9,8 +9,8 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from qwen35conv.config import ModuleQuantization
 from qwen35conv.errors import CheckpointError
+from qwen35conv.facts.config import ModuleQuantization
 
 _GROUPS = {"affine": (32, 64, 128), "mxfp4": (32,), "nvfp4": (16,), "mxfp8": (32,)}
 _BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from qwen35conv.config import ModuleQuantization
 from qwen35conv.errors import CheckpointError
+from qwen35conv.facts.config import ModuleQuantization
 from qwen35conv.model.linear import (
     ExpertLinear,
     Linear,

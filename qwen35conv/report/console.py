@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from qwen35conv.documents import error_document
 from qwen35conv.errors import Qwen35ConvError
+from qwen35conv.report.documents import error_document
 
 PIPE_COLUMNS = 100  # where no terminal says how wide it is
 _LEAST_COLUMNS = 24

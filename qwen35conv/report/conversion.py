@@ -6,17 +6,17 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from qwen35conv.checkpoint import Severity
-from qwen35conv.documents import outcome_document, preparation_document
+from qwen35conv.facts.checkpoint import Severity
+from qwen35conv.planning.sidecar import RECEIPT
 from qwen35conv.report.console import show_document
+from qwen35conv.report.documents import outcome_document, preparation_document
 from qwen35conv.report.page import Page, show_page
 from qwen35conv.report.plan_table import show_files, show_tallies
 from qwen35conv.report.words import MEANING, counted, exact, overruled, sized, style_of
-from qwen35conv.sidecar import RECEIPT
 
 if TYPE_CHECKING:
     from qwen35conv.convert import Outcome, Preparation
-    from qwen35conv.plan import Plan
+    from qwen35conv.planning.plan import Plan
 
 
 def show_plan(preparation: Preparation, *, as_json: bool) -> None:

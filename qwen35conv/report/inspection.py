@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qwen35conv.checkpoint import Severity
-from qwen35conv.documents import inspection_document
 from qwen35conv.errors import ConventionError, DestinationError, Qwen35ConvError
-from qwen35conv.gain_picture import Cell, Strip, Tone, folds, glyph_of, histogram, make_strips, odd_marks, ruler
+from qwen35conv.facts.checkpoint import Severity
+from qwen35conv.facts.layout import Region
+from qwen35conv.generation.loaders import LOADERS, Outcome
 from qwen35conv.inspection import dtype_shares, is_named, needs_conversion, next_command, sketch
-from qwen35conv.layout import Region
-from qwen35conv.loaders import LOADERS, Outcome
 from qwen35conv.report.console import show_document
+from qwen35conv.report.documents import inspection_document
+from qwen35conv.report.gain_picture import Cell, Strip, Tone, folds, glyph_of, histogram, make_strips, odd_marks, ruler
 from qwen35conv.report.page import Page, Span, build_picture, show_page
 from qwen35conv.report.plan_table import show_files, show_tallies, stored_lines, tensor_lines
 from qwen35conv.report.words import MEANING, control_line, counted, head_spans, overruled, sized, style_of
 
 if TYPE_CHECKING:
-    from qwen35conv.convention import Verdict
+    from qwen35conv.generation.convention import Verdict
+    from qwen35conv.generation.loaders import Forecast
     from qwen35conv.inspection import Inspection
-    from qwen35conv.loaders import Forecast
-    from qwen35conv.plan import Plan
+    from qwen35conv.planning.plan import Plan
 
 _TONES = {
     Tone.DELTA: "blue",

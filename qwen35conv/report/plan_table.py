@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from qwen35conv.inspection import is_named, skip_tallies, write_tallies
-from qwen35conv.pieces import Fix
+from qwen35conv.planning.pieces import Fix
 from qwen35conv.report.page import Page, Span
 from qwen35conv.report.words import counted, sized
 
 if TYPE_CHECKING:
-    from qwen35conv.checkpoint import Checkpoint
-    from qwen35conv.plan import Plan, PlanShard
-    from qwen35conv.sidecar import ConfigEdit, SideFiles
+    from qwen35conv.facts.checkpoint import Checkpoint
+    from qwen35conv.planning.plan import Plan, PlanShard
+    from qwen35conv.planning.sidecar import ConfigEdit, SideFiles
 
 _VALUE_COLUMNS = 40
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qwen35conv.convention import Generation, Role, Verdict
-from qwen35conv.evidence import CONTROL_HIGH, CONTROL_LOW
+from qwen35conv.generation.convention import Generation, Role, Verdict
+from qwen35conv.generation.evidence import CONTROL_HIGH, CONTROL_LOW
 from qwen35conv.report.page import Span
 
 if TYPE_CHECKING:
-    from qwen35conv.plan import Plan
+    from qwen35conv.planning.plan import Plan
 
 MEANING = {
     Generation.RAW: "as transformers exports it: gains hold gamma - 1, conv not moved",

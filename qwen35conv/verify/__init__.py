@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from qwen35conv.checkpoint import Checkpoint
-from qwen35conv.convention import Generation
-from qwen35conv.header import Dtype
-from qwen35conv.layout import TRUNK_PREFIX, Role, parse_name
+from qwen35conv.facts.checkpoint import Checkpoint
+from qwen35conv.facts.header import Dtype
+from qwen35conv.facts.layout import TRUNK_PREFIX, Role, parse_name
+from qwen35conv.generation.convention import Generation
 from qwen35conv.model import Decoder, Weights, load_decoder
-from qwen35conv.plan import NormDtype, Options, Plan, make_plan
+from qwen35conv.planning.plan import NormDtype, Options, Plan, make_plan
+from qwen35conv.planning.verdicts import judge_checkpoint
 from qwen35conv.source import Source
-from qwen35conv.verdicts import judge_checkpoint
 from qwen35conv.verify.bytes import check_bytes, plan_like, plan_of_all
 from qwen35conv.verify.check import (
     QUICK,

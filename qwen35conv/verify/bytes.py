@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qwen35conv.checkpoint import Checkpoint, few
 from qwen35conv.errors import ConventionError
-from qwen35conv.header import Dtype
-from qwen35conv.layout import KEPT_MTP_PREFIX, VISION_PREFIX, Region, Role, parse_name
-from qwen35conv.plan import Mtp, NormDtype, Options, Plan, make_plan
+from qwen35conv.facts.checkpoint import Checkpoint, few
+from qwen35conv.facts.header import Dtype
+from qwen35conv.facts.layout import KEPT_MTP_PREFIX, VISION_PREFIX, Region, Role, parse_name
+from qwen35conv.planning.plan import Mtp, NormDtype, Options, Plan, make_plan
 from qwen35conv.verify.check import Check, OnProgress, Value
 from qwen35conv.view import View
 

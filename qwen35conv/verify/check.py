@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from qwen35conv.plan import Plan
+from qwen35conv.planning.plan import Plan
 from qwen35conv.source import Source
 
 Value = str | int | float | bool

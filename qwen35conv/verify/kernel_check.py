@@ -5,9 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from qwen35conv.config import LayerKind, ModelConfig
+from qwen35conv.facts.config import LayerKind, ModelConfig
+from qwen35conv.facts.layout import TRUNK_PREFIX
 from qwen35conv.kernels import gated_delta, gated_delta_mlx, resolve_backend
-from qwen35conv.layout import TRUNK_PREFIX
 from qwen35conv.model import DeltaCache, OpaqueModuleError, Weights, span_of
 from qwen35conv.model.gated_delta_net import DeltaInputs, GatedDeltaNet, load_gated_delta_net
 from qwen35conv.verify.check import Check, Value

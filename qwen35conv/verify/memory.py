@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from qwen35conv.header import Dtype
-from qwen35conv.plan import Plan
+from qwen35conv.facts.header import Dtype
+from qwen35conv.planning.plan import Plan
 from qwen35conv.verify.check import RunDtype
 
 _SHARE = 0.5  # of the memory that is free

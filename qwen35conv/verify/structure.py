@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from qwen35conv.checkpoint import Checkpoint, few
 from qwen35conv.errors import CheckpointError
-from qwen35conv.header import Dtype
-from qwen35conv.inventory import check_inventory
-from qwen35conv.layout import Region, Role, parse_name
-from qwen35conv.pieces import Fix, Write
-from qwen35conv.plan import Plan
+from qwen35conv.facts.checkpoint import Checkpoint, few
+from qwen35conv.facts.header import Dtype
+from qwen35conv.facts.layout import Region, Role, parse_name
+from qwen35conv.planning.inventory import check_inventory
+from qwen35conv.planning.pieces import Fix, Write
+from qwen35conv.planning.plan import Plan
 from qwen35conv.verify.check import Check, Value
 
 FLOATS = (Dtype.BF16, Dtype.F16, Dtype.F32)

@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from qwen35conv.config import parse_json
 from qwen35conv.errors import CheckpointError, Qwen35ConvError
+from qwen35conv.facts.config import parse_json
 from qwen35conv.source import Source
 
 TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from qwen35conv.checkpoint import Checkpoint, few
-from qwen35conv.header import Dtype
-from qwen35conv.pieces import Piece, Write
-from qwen35conv.plan import Plan
+from qwen35conv.facts.checkpoint import Checkpoint, few
+from qwen35conv.facts.header import Dtype
+from qwen35conv.planning.pieces import Piece, Write
+from qwen35conv.planning.plan import Plan
 from qwen35conv.source import Source
 from qwen35conv.verify.check import Check, OnProgress, Value
 

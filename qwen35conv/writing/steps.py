@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from qwen35conv.header import build_header
-from qwen35conv.pieces import Fix, Piece, Write
-from qwen35conv.plan import PlanShard
+from qwen35conv.facts.header import build_header
+from qwen35conv.planning.pieces import Fix, Piece, Write
+from qwen35conv.planning.plan import PlanShard
 
 METADATA: Mapping[str, str] = {"format": "mlx"}
 _COPY_BYTES = 32 << 20  # a thread stops between two steps

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qwen35conv.errors import DestinationError
-from qwen35conv.header import shown
-from qwen35conv.journal import JOURNAL, Finished, Journal, destination_error, open_journal
+from qwen35conv.facts.header import shown
+from qwen35conv.writing.journal import JOURNAL, Finished, Journal, destination_error, open_journal
 
 _OURS = re.compile(r"(model|mtp)-\d{5,}-of-\d{5,}\.safetensors|\..+\.writing")
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from qwen35conv.gains import ANCHORS, NEGATIVE, GainLabel, GainStats, Role
+from qwen35conv.generation.gains import ANCHORS, NEGATIVE, GainLabel, GainStats, Role
 
 K = TypeVar("K")
 

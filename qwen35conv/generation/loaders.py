@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from qwen35conv.convention import ConvLayout, Generation, Naming
+from qwen35conv.generation.convention import ConvLayout, Generation, Naming
 
 
 class Stored(str, Enum):

@@ -11,14 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from qwen35conv.checkpoint import Checkpoint, Finding, Severity, SourceTensor, few
-from qwen35conv.config import MLX_MODES, ModelConfig, ModuleQuantization
-from qwen35conv.convention import ConvLayout, Generation, Verdict, repair_shift
 from qwen35conv.errors import CheckpointError, ConventionError
-from qwen35conv.experts import split_fused, stack_experts
-from qwen35conv.header import Dtype, TensorInfo, shown
-from qwen35conv.inventory import check_inventory
-from qwen35conv.layout import (
+from qwen35conv.facts.checkpoint import Checkpoint, Finding, Severity, SourceTensor, few
+from qwen35conv.facts.config import MLX_MODES, ModelConfig, ModuleQuantization
+from qwen35conv.facts.header import Dtype, TensorInfo, shown
+from qwen35conv.facts.layout import (
     KEPT_MTP_PREFIX,
     SIDECAR_MTP_PREFIX,
     VISION_PREFIX,
@@ -28,9 +25,12 @@ from qwen35conv.layout import (
     canonical_modules,
     is_known,
 )
-from qwen35conv.pieces import Fix, Rule, Skip, Write, copy_of, piece_of
-from qwen35conv.scheme import check_scheme, packing
-from qwen35conv.verdicts import Verdicts, conv_layout, judge_checkpoint
+from qwen35conv.generation.convention import ConvLayout, Generation, Verdict, repair_shift
+from qwen35conv.planning.experts import split_fused, stack_experts
+from qwen35conv.planning.inventory import check_inventory
+from qwen35conv.planning.pieces import Fix, Rule, Skip, Write, copy_of, piece_of
+from qwen35conv.planning.scheme import check_scheme, packing
+from qwen35conv.planning.verdicts import Verdicts, conv_layout, judge_checkpoint
 
 
 class Mtp(str, Enum):
@@ -285,7 +285,8 @@ def _text_writes(
     experts = []
     for tensor in tensors:
         place = tensor.place
-        assert place is not None and place.role is not None
+        assert place is not None
+        assert place.role is not None
         module = mtp_prefix + place.module if mtp_prefix else canonical_module(place)
         name = f"{module}.{place.parameter}" if place.parameter else module
         match place.role:
@@ -373,10 +374,7 @@ def _cut(writes: list[Write], order: Mapping[str, int], max_bytes: int | None, s
     groups: list[list[Write]] = []
     n_bytes, file = 0, ""
     for write in ordered:
-        if max_bytes is None:
-            starts_new = write.pieces[0].file != file
-        else:
-            starts_new = n_bytes + write.n_bytes > max_bytes
+        starts_new = write.pieces[0].file != file if max_bytes is None else n_bytes + write.n_bytes > max_bytes
         if starts_new or not groups:
             groups.append([])
             n_bytes, file = 0, write.pieces[0].file

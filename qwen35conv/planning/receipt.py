@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from qwen35conv import __version__
-from qwen35conv.convention import Verdict
-from qwen35conv.header import TensorInfo, build_header
-from qwen35conv.pieces import Fix, Write
-from qwen35conv.plan import Plan, PlanShard
-from qwen35conv.sidecar import ConfigEdit, SideFiles
+from qwen35conv.facts.header import TensorInfo, build_header
+from qwen35conv.generation.convention import Verdict
+from qwen35conv.planning.pieces import Fix, Write
+from qwen35conv.planning.plan import Plan, PlanShard
+from qwen35conv.planning.sidecar import ConfigEdit, SideFiles
+from qwen35conv.version import __version__
 
 SCHEMA = "qwen35/receipt/1"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from qwen35conv.convention import Naming
+from qwen35conv.generation.convention import Naming
 
 TRUNK_PREFIX = "language_model.model."
 HEAD_MODULE = "language_model.lm_head"

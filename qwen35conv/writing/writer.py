@@ -16,13 +16,13 @@ from pathlib import Path
 
 from qwen35conv.errors import SourceError
 from qwen35conv.fixes import fixed
-from qwen35conv.journal import Finished, destination_error
-from qwen35conv.pieces import Fix, Piece, Write
-from qwen35conv.plan import PlanShard
-from qwen35conv.publish import Partial, check_destination, publishing
+from qwen35conv.planning.pieces import Fix, Piece, Write
+from qwen35conv.planning.plan import PlanShard
 from qwen35conv.source import Source
-from qwen35conv.steps import METADATA, Step, rows_of, steps_of
-from qwen35conv.transfer import BUFFER_BYTES, ReadFailedError, begin_flush, move, write_all
+from qwen35conv.writing.journal import Finished, destination_error
+from qwen35conv.writing.publish import Partial, check_destination, publishing
+from qwen35conv.writing.steps import METADATA, Step, rows_of, steps_of
+from qwen35conv.writing.transfer import BUFFER_BYTES, ReadFailedError, begin_flush, move, write_all
 
 __all__ = ["BUFFER_BYTES", "METADATA", "Partial", "Written", "check_destination", "publishing", "write_shards"]
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from qwen35conv.config import ModelConfig, parse_json
-from qwen35conv.convention import Gain
 from qwen35conv.errors import CheckpointError, SourceError
-from qwen35conv.header import Dtype, Header, TensorInfo, shown
-from qwen35conv.layout import Place, Region, Role, parse_name
+from qwen35conv.facts.config import ModelConfig, parse_json
+from qwen35conv.facts.header import Dtype, Header, TensorInfo, shown
+from qwen35conv.facts.layout import Place, Region, Role, parse_name
+from qwen35conv.generation.convention import Gain
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -200,7 +200,7 @@ def locate(shards: Iterable[Shard], weight_map: Mapping[str, str] | None) -> tup
         if len(copies) > 1:
             if listed is None:
                 raise SourceError(
-                    f"{shown(name)}: stands in {few(tensor.file for tensor in copies)}, and the index names none of them",
+                    f"{shown(name)}: stands in {few(copy.file for copy in copies)}, and the index names none of them",
                     hint="rebuild the index, or remove the files that do not belong",
                 )
             twice.append(name)

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qwen35conv.checkpoint import CONFIG, INDEX, SUFFIX, Checkpoint, is_plain_name
-from qwen35conv.config import SPARSE, LayerKind, ModelConfig
 from qwen35conv.errors import CheckpointError
-from qwen35conv.header import Dtype, shown
-from qwen35conv.layout import Region, canonical_modules, parse_name
-from qwen35conv.plan import Mtp, Plan, PlanShard
+from qwen35conv.facts.checkpoint import CONFIG, INDEX, SUFFIX, Checkpoint, is_plain_name
+from qwen35conv.facts.config import SPARSE, LayerKind, ModelConfig
+from qwen35conv.facts.header import Dtype, shown
+from qwen35conv.facts.layout import Region, canonical_modules, parse_name
+from qwen35conv.planning.plan import Mtp, Plan, PlanShard
 
 RECEIPT = "qwen35.json"
 SOURCE_GAINS = "qwen35-source-gains.bin"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from qwen35conv.checkpoint import SourceTensor, few
-from qwen35conv.config import MLX_MODES, ModelConfig, ModuleQuantization
 from qwen35conv.errors import CheckpointError
-from qwen35conv.header import Dtype
-from qwen35conv.layout import Region, canonical_modules, parse_name
+from qwen35conv.facts.checkpoint import SourceTensor, few
+from qwen35conv.facts.config import MLX_MODES, ModelConfig, ModuleQuantization
+from qwen35conv.facts.header import Dtype
+from qwen35conv.facts.layout import Region, canonical_modules, parse_name
 
 _FP8 = frozenset({Dtype.F8_E4M3, Dtype.F8_E5M2, Dtype.F8_E4M3FNUZ, Dtype.F8_E5M2FNUZ})
 _OTHER = "download the BF16 release of this model, or a build that was quantised for MLX"

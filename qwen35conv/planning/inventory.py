@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from qwen35conv.checkpoint import few
-from qwen35conv.config import MLX_MODES, LayerKind, ModelConfig, ModuleQuantization
 from qwen35conv.errors import CheckpointError
-from qwen35conv.header import Dtype
-from qwen35conv.layout import HEAD_MODULE, TRUNK_PREFIX, Role
-from qwen35conv.pieces import Write
+from qwen35conv.facts.checkpoint import few
+from qwen35conv.facts.config import MLX_MODES, LayerKind, ModelConfig, ModuleQuantization
+from qwen35conv.facts.header import Dtype
+from qwen35conv.facts.layout import HEAD_MODULE, TRUNK_PREFIX, Role
+from qwen35conv.planning.pieces import Write
 
 _GROUP_SCALES = (Dtype.F16, Dtype.BF16, Dtype.F32, Dtype.U8)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from qwen35conv.checkpoint import Checkpoint, Finding, SourceTensor
-from qwen35conv.config import LayerKind
-from qwen35conv.convention import GainStats, Verdict
 from qwen35conv.errors import Qwen35ConvError
+from qwen35conv.facts.checkpoint import Checkpoint, Finding, SourceTensor
+from qwen35conv.facts.config import LayerKind
+from qwen35conv.generation.convention import GainStats, Verdict
+from qwen35conv.generation.loaders import Forecast
 from qwen35conv.inspection import Inspection, dtype_shares, is_named, next_command
-from qwen35conv.loaders import Forecast
-from qwen35conv.pieces import Write
-from qwen35conv.plan import Plan, PlanShard
-from qwen35conv.receipt import options_document, rule_counts, verdict_document
-from qwen35conv.sidecar import ConfigEdit, SideFiles
+from qwen35conv.planning.pieces import Write
+from qwen35conv.planning.plan import Plan, PlanShard
+from qwen35conv.planning.receipt import options_document, rule_counts, verdict_document
+from qwen35conv.planning.sidecar import ConfigEdit, SideFiles
 
 if TYPE_CHECKING:
     from qwen35conv.convert import Outcome, Preparation

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qwen35conv.checkpoint import Checkpoint
-from qwen35conv.convention import ConvLayout, Facts, Naming, Verdict, judge, judge_head
-from qwen35conv.layout import Region, Role
+from qwen35conv.facts.checkpoint import Checkpoint
+from qwen35conv.facts.layout import Region, Role
+from qwen35conv.generation.convention import ConvLayout, Facts, Naming, Verdict, judge, judge_head
 
 MARKERS = ("norm_convention", "mtp_norm_encoding", "preshifted_norm_weights")
 

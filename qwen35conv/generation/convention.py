@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from qwen35conv.draft_head import weigh_head
-from qwen35conv.evidence import Values, Weighed, check_control, weigh
-from qwen35conv.gains import Gain, GainLabel, GainStats, Role, measure, measure_all
+from qwen35conv.generation.draft_head import weigh_head
+from qwen35conv.generation.evidence import Values, Weighed, check_control, weigh
+from qwen35conv.generation.gains import Gain, GainLabel, GainStats, Role, measure, measure_all
 
 __all__ = [
     "ConvLayout",

@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from qwen35conv.evidence import CONTROL_HIGH, CONTROL_LOW
-from qwen35conv.gains import ANCHORS, HISTOGRAM_BINS, HISTOGRAM_RANGE, GainLabel, GainStats, Role
+from qwen35conv.generation.evidence import CONTROL_HIGH, CONTROL_LOW
+from qwen35conv.generation.gains import ANCHORS, HISTOGRAM_BINS, HISTOGRAM_RANGE, GainLabel, GainStats, Role
 
 HEIGHTS = "▁▂▃▄▅▆▇█"
 ABSENT = "·"

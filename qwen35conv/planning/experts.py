@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from qwen35conv.checkpoint import SourceTensor, few
-from qwen35conv.config import ModelConfig
 from qwen35conv.errors import CheckpointError
-from qwen35conv.header import shown
-from qwen35conv.layout import Role, canonical_module
-from qwen35conv.pieces import Fix, Piece, Rule, Write, copy_of, joined, piece_of
+from qwen35conv.facts.checkpoint import SourceTensor, few
+from qwen35conv.facts.config import ModelConfig
+from qwen35conv.facts.header import shown
+from qwen35conv.facts.layout import Role, canonical_module
+from qwen35conv.planning.pieces import Fix, Piece, Rule, Write, copy_of, joined, piece_of
 
 _HALVES = ("gate_proj", "up_proj")
 
@@ -58,7 +58,8 @@ def stack_experts(tensors: Iterable[SourceTensor], config: ModelConfig, *, prefi
     groups: dict[tuple[str, str], dict[int, SourceTensor]] = {}
     for tensor in tensors:
         place = tensor.place
-        assert place is not None and place.expert is not None
+        assert place is not None
+        assert place.expert is not None
         module = prefix + place.module if prefix else canonical_module(place)
         experts = groups.setdefault((module, place.parameter), {})
         if place.expert in experts:

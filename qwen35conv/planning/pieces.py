@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from qwen35conv.checkpoint import SourceTensor
-from qwen35conv.header import Dtype
+from qwen35conv.facts.checkpoint import SourceTensor
+from qwen35conv.facts.header import Dtype
 
 
 class Fix(Enum):

@@ -1,0 +1,1 @@
+"""Which generation a checkpoint is: its gains measured, weighed against the facts, and judged."""

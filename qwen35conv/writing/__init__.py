@@ -1,0 +1,1 @@
+"""The plan carried out: bytes moved, shards journalled, a folder that appears whole or not at all."""
