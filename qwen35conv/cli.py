@@ -55,6 +55,24 @@ class NormChoice(str, Enum):
     float32 = "float32"
 
 
+class Backend(str, Enum):
+    """What runs the gated delta rule."""
+
+    auto = "auto"
+    metal = "metal"
+    cuda = "cuda"
+    ops = "ops"
+
+
+class RunChoice(str, Enum):
+    """What weights are read as."""
+
+    source = "source"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
 SourceArg = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint's folder, or one .safetensors file.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 DebugOpt = Annotated[bool, typer.Option("--debug", help="Show a traceback where something fails.")]
@@ -138,6 +156,7 @@ def convert(
     jobs: Annotated[Optional[int], typer.Option("--jobs", min=1, max=64, help="Shards at once.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST, once the new folder is whole.")] = False,
     checksum: Annotated[bool, typer.Option("--checksum", help="Put each shard's SHA-256 into the receipt.")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip the quick verification of the result.")] = False,
     ignore_index: IgnoreIndexOpt = False,
     as_json: JsonOpt = False,
     debug: DebugOpt = False,
@@ -160,8 +179,73 @@ def convert(
             report.show_plan(preparation, as_json=as_json)
             return
         with report.progress("convert", preparation.n_shard_bytes) as on_bytes:
-            outcome = carry_out(opened, preparation, overwrite=overwrite, checksum=checksum, on_bytes=on_bytes)
+            outcome = carry_out(
+                opened, preparation, overwrite=overwrite, checksum=checksum, check=not no_verify, on_bytes=on_bytes
+            )
         report.show_conversion(outcome, as_json=as_json)
+
+
+@app.command()
+def verify(
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, raw or converted.")],
+    source: Annotated[
+        Optional[str], typer.Option("--source", metavar="SRC", help="What it was made from: every byte is compared.")
+    ] = None,
+    prompt: Annotated[Optional[str], typer.Option("--prompt", metavar="TEXT", help="Run this text.")] = None,
+    prompt_file: Annotated[
+        Optional[Path], typer.Option("--prompt-file", metavar="FILE", help="Run the text of a file.")
+    ] = None,
+    tokens: Annotated[Optional[str], typer.Option("--tokens", metavar="1,2,3", help="Run these token ids.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the chat template.")] = False,
+    max_new_tokens: Annotated[
+        Optional[int], typer.Option("--max-new-tokens", min=0, max=4096, help="Tokens to continue by.")
+    ] = None,
+    backend: Annotated[Backend, typer.Option("--backend", help="What runs the gated delta rule.")] = Backend.auto,
+    reference: Annotated[
+        Optional[Path],
+        typer.Option("--reference", metavar="FILE", help="A safetensors file with input_ids and logits to agree with."),
+    ] = None,
+    atol: Annotated[Optional[float], typer.Option("--atol", min=0, help="How far logits may lie apart.")] = None,
+    dtype: Annotated[RunChoice, typer.Option("--dtype", help="What weights are read as.")] = RunChoice.source,
+    deep: Annotated[bool, typer.Option("--deep", help="Every value, and the invariants of the forward pass.")] = False,
+    max_memory: Annotated[
+        Optional[str],
+        typer.Option("--max-memory", metavar="SIZE", help="Keep the model in memory up to this size, such as 8GB."),
+    ] = None,
+    ignore_index: IgnoreIndexOpt = False,
+    as_json: JsonOpt = False,
+    debug: DebugOpt = False,
+) -> None:
+    """Prove that a checkpoint is right: names, values, bytes, and a forward pass on this machine."""
+    given = [text for text in (prompt, prompt_file, tokens) if text is not None]
+    if len(given) > 1:
+        raise typer.BadParameter("--prompt, --prompt-file and --tokens exclude each other")
+    with _reporting("verify", as_json, debug):
+        from qwen35conv import report
+        from qwen35conv import verify as room
+        from qwen35conv.source import open_source, read_checkpoint
+
+        opened = open_source(checkpoint)
+        found = read_checkpoint(opened, ignore_index=ignore_index)
+        plan = room.plan_to_verify(found)
+        options = room.VerifyOptions(
+            original=None if source is None else room.open_original(source, plan),
+            prompt=prompt if prompt_file is None else room.read_prompt(prompt_file),
+            tokens=None if tokens is None else _token_ids(tokens),
+            chat=chat,
+            max_new_tokens=max_new_tokens,
+            backend=backend.value,
+            reference=reference,
+            atol=atol,
+            dtype=room.RunDtype(dtype.value),
+            deep=deep,
+            max_memory=None if max_memory is None else _size("--max-memory", max_memory),
+        )
+        with report.steps("verify") as on_progress:
+            verification = room.verify(opened, plan, found, options, on_progress)
+        report.show_verification(checkpoint, verification, as_json=as_json)
+        if verification.exit_code:
+            raise typer.Exit(verification.exit_code)
 
 
 def main() -> None:
@@ -241,7 +325,7 @@ def _options(
         assume=None if assume is None else Generation(assume.value),
         repair=repair,
         norm_dtype=NormDtype(norm_dtype.value),
-        max_shard_bytes=None if max_shard_size is None else _size(max_shard_size),
+        max_shard_bytes=None if max_shard_size is None else _size("--max-shard-size", max_shard_size),
         tie=tie_embeddings,
     )
 
@@ -249,9 +333,15 @@ def _options(
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
-def _size(text: str) -> int:
+def _token_ids(text: str) -> tuple[int, ...]:
+    if re.fullmatch(r"\s*\d{1,9}(\s*,\s*\d{1,9})*\s*", text) is None:
+        raise typer.BadParameter(f"--tokens: expected numbers with commas between them, found {text[:60]!r}")
+    return tuple(int(number) for number in text.split(","))
+
+
+def _size(option: str, text: str) -> int:
     """Bytes, from a number with or without a unit: 500MB, 5GB, 2GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", text.strip().upper())
     if match is None or (n := int(float(match[1]) * _UNITS[match[2] or ""])) < 1:
-        raise typer.BadParameter(f"--max-shard-size: expected a size such as 5GB, found {text!r}")
+        raise typer.BadParameter(f"{option}: expected a size such as 5GB, found {text!r}")
     return n

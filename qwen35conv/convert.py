@@ -11,16 +11,23 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qwen35conv.errors import DestinationError, SourceError
-from qwen35conv.facts.checkpoint import CONFIG, INDEX
+from qwen35conv.errors import CheckpointError, DestinationError, SourceError
+from qwen35conv.facts.checkpoint import CONFIG, INDEX, few
 from qwen35conv.facts.header import build_header
 from qwen35conv.fixes import fixed
 from qwen35conv.generation.convention import Generation
 from qwen35conv.planning.pieces import Write
 from qwen35conv.planning.plan import Options, Plan, PlanShard, make_plan
-from qwen35conv.planning.receipt import ShardRecord, build_receipt, build_source_gains, computed_gains, options_document
+from qwen35conv.planning.receipt import (
+    ShardRecord,
+    build_receipt,
+    build_source_gains,
+    computed_gains,
+    is_computed_gain,
+    options_document,
+)
 from qwen35conv.planning.sidecar import (
     RECEIPT,
     SOURCE_GAINS,
@@ -32,7 +39,7 @@ from qwen35conv.planning.sidecar import (
     config_edits,
     side_files,
 )
-from qwen35conv.source import LocalSource, Source, read_checkpoint
+from qwen35conv.source import LocalSource, Source, read_checkpoint, read_header
 from qwen35conv.version import __version__
 from qwen35conv.writing.writer import (
     BUFFER_BYTES,
@@ -43,6 +50,9 @@ from qwen35conv.writing.writer import (
     publishing,
     write_shards,
 )
+
+if TYPE_CHECKING:
+    from qwen35conv.verify import Verification
 
 MTP_INDEX = "mtp.safetensors.index.json"
 _BLOCK = 1 << 20
@@ -88,6 +98,7 @@ class Outcome:
     n_headers: int  # files whose headers were read again
     n_tensors: int  # names, dtypes and shapes that agree with the plan and config.json
     n_gains: int  # computed gains that agree with the plan bit for bit
+    verification: Verification | None  # what `verify` says of the result; None where it was not asked
 
     @property
     def n_bytes(self) -> int:
@@ -134,18 +145,22 @@ def write(
     jobs: int | None = None,
     overwrite: bool = False,
     checksum: bool = False,
+    check: bool = True,
     on_bytes: Callable[[int], None] = lambda n: None,
 ) -> Outcome:
     """Carry a plan out: `destination` appears when it is whole and proved, or not at all.
 
-    `on_bytes` is told of written bytes as they come. Raises DestinationError where the folder can't be written, and
-    SourceError where the source can't be read or changes meanwhile. What is finished is kept; the same call resumes.
+    `check` runs the quick steps of a verification on the result before it appears. `on_bytes` is told of written bytes
+    as they come. Raises CheckpointError where the result fails that, DestinationError where the folder can't be
+    written, and SourceError where the source can't be read or changes meanwhile. What is finished is kept; the same
+    call resumes.
     """
     return carry_out(
         source,
         prepare(source, plan, Path(destination), jobs=jobs),
         overwrite=overwrite,
         checksum=checksum,
+        check=check,
         on_bytes=on_bytes,
     )
 
@@ -156,6 +171,7 @@ def carry_out(
     *,
     overwrite: bool = False,
     checksum: bool = False,
+    check: bool = True,
     on_bytes: Callable[[int], None] = lambda n: None,
 ) -> Outcome:
     """As `write`, from what was prepared."""
@@ -180,37 +196,66 @@ def carry_out(
             )
             beside.write_file(MTP_INDEX, build_json(build_index(plan.sidecar)))
         _write_side_files(source, preparation, partial, written)
-        n_headers, n_tensors, n_gains = prove(source, plan, partial.folder)
-    return Outcome(preparation, written, time.monotonic() - begun, n_headers, n_tensors, n_gains)
+        n_headers, n_tensors, n_gains = prove(source, plan, plan.shards, partial.folder)
+        if beside is not None:
+            proof = prove(source, plan, plan.sidecar, beside.folder)
+            n_headers, n_tensors, n_gains = n_headers + proof[0], n_tensors + proof[1], n_gains + proof[2]
+        verification = _verify(plan, partial.folder) if check else None
+    return Outcome(preparation, written, time.monotonic() - begun, n_headers, n_tensors, n_gains, verification)
 
 
-def prove(source: Source, plan: Plan, folder: Path) -> tuple[int, int, int]:
+def prove(source: Source, plan: Plan, shards: Sequence[PlanShard], folder: Path) -> tuple[int, int, int]:
     """Files, tensors and computed gains of a result that agree with the plan: its headers and gains are read again.
 
     Raises DestinationError where the result is not what was planned.
     """
-    result = read_checkpoint(LocalSource(folder, str(folder)))
-    found = {tensor.name: tensor for tensor in result.tensors}
-    planned = {write.name: write for write in plan.writes()}
-    wrong = [
-        name
-        for name in found.keys() | planned.keys()
-        if name not in found
-        or name not in planned
-        or (found[name].dtype, found[name].shape) != (planned[name].dtype, planned[name].shape)
-    ]
-    again = make_plan(
-        result, Options(assume=Generation.CANONICAL, keep_vision=plan.options.keep_vision, mtp=plan.options.mtp)
-    )
-    if wrong or not again.is_identity:
-        raise DestinationError(f"{folder}: the result is not what was planned: {sorted(wrong)[:3]}")
-    gains = [write for write in computed_gains(plan) if write.name in found]
-    for gain in gains:
-        tensor = found[gain.name]
-        (stored,) = LocalSource(folder, "").read(tensor.file, [(tensor.begin, tensor.end)])
-        if stored != fixed(gain, _joined(source, gain)):
-            raise DestinationError(f"{folder}: {gain.name}: the written gain is not what was planned")
-    return len(result.shards), len(found), len(gains)
+    result = LocalSource(folder, str(folder))
+    planned = {write.name: (shard.file, write) for shard in shards for write in shard.writes}
+    found = {}
+    for shard in shards:
+        header = read_header(result, shard.file)
+        found |= {tensor.name: (shard.file, header.data_begin, tensor) for tensor in header.tensors}
+    wrong = sorted(found.keys() ^ planned.keys())
+    n_gains = 0
+    for name in found.keys() & planned.keys():
+        (file, data_begin, tensor), (wanted_file, write) = found[name], planned[name]
+        right = (file, tensor.dtype, tensor.shape) == (wanted_file, write.dtype, write.shape)
+        if right and is_computed_gain(write):
+            (stored,) = result.read(file, [(data_begin + tensor.begin, data_begin + tensor.end)])
+            right = stored == fixed(write, _joined(source, write))
+            n_gains += 1
+        if not right:
+            wrong.append(name)
+    if wrong:
+        raise DestinationError(f"{folder}: {len(wrong)} tensors are not what was planned: {few(wrong)}")
+    if shards is plan.shards:
+        _check_again(plan, result)
+    return len(shards), len(found), n_gains
+
+
+def _check_again(plan: Plan, result: LocalSource) -> None:
+    """Raises DestinationError where the result's own plan, made from its config.json, is not empty."""
+    options = Options(assume=Generation.CANONICAL, keep_vision=plan.options.keep_vision, mtp=plan.options.mtp)
+    if not make_plan(read_checkpoint(result), options).is_identity:
+        raise DestinationError(f"{result.label}: converting the result again would change it")
+
+
+def _verify(plan: Plan, folder: Path) -> Verification:
+    """The quick steps of a verification. Raises CheckpointError where one fails."""
+    from qwen35conv.verify import QUICK, VerifyOptions, plan_to_verify, verify  # MLX: only where it is used
+
+    result = LocalSource(folder, str(folder))
+    checkpoint = read_checkpoint(result)
+    found = verify(result, plan_to_verify(checkpoint), checkpoint, VerifyOptions(steps=QUICK, brief=True))
+    for check in found.checks:
+        # Whoever overrules the verdict on the source has overruled it on the result.
+        vouched = check.name == "values" and plan.options.assume is not None
+        if check.passed is False and not vouched:
+            raise CheckpointError(
+                f"{plan.checkpoint.label}: the result fails its verification: {check.name}: {check.summary}",
+                hint="nothing was published; --no-verify skips this, if you know better",
+            )
+    return found
 
 
 def conversion_key(plan: Plan) -> str:

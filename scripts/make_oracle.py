@@ -37,7 +37,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config, Qwe
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
 
 Tensors = dict[str, torch.Tensor]
-N_TOKENS = 21
+N_TOKENS = 17
 SHIFTED = (
     ".input_layernorm.weight",
     ".post_attention_layernorm.weight",
@@ -66,7 +66,7 @@ class Sizes:
     """Of the text model: three value heads to a key head, and keys and values of different width."""
 
     hidden: int = 24
-    vocab: int = 90
+    vocab: int = 80
     layers: int = 4
     intermediate: int = 40
     heads: int = 4
@@ -84,7 +84,7 @@ class Sizes:
 
 SIZES = Sizes()
 SMALL = Sizes(hidden=16, vocab=50, intermediate=22, key_dim=6, value_dim=7)
-PACKABLE = Sizes(hidden=32, intermediate=64, value_dim=16)  # groups of 32 must fit every input width
+PACKABLE = Sizes(hidden=32, intermediate=64, kv_heads=1, value_dim=16)  # groups of 32 must fit every input width
 
 
 @dataclass(frozen=True, slots=True)

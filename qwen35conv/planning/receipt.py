@@ -120,12 +120,12 @@ def options_document(plan: Plan) -> dict[str, Any]:
 
 def computed_gains(plan: Plan) -> tuple[Write, ...]:
     """The writes whose source bytes can't be had back from the result: folding in bfloat16 loses bits."""
-    return tuple(
-        write
-        for shard in (*plan.shards, *plan.sidecar)
-        for write in shard.writes
-        if write.fix in (Fix.ADD_ONE, Fix.SUBTRACT_ONE, Fix.CAST)
-    )
+    return tuple(write for shard in (*plan.shards, *plan.sidecar) for write in shard.writes if is_computed_gain(write))
+
+
+def is_computed_gain(write: Write) -> bool:
+    """Whether a write changes the values or the dtype of a gain."""
+    return write.fix in (Fix.ADD_ONE, Fix.SUBTRACT_ONE, Fix.CAST)
 
 
 def build_source_gains(gains: Mapping[str, tuple[Write, bytes]]) -> bytes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from qwen35conv.report.console import progress, show_document, show_error
+from qwen35conv.report.console import progress, show_document, show_error, steps
 from qwen35conv.report.conversion import show_conversion, show_plan
 from qwen35conv.report.inspection import check_report, show_inspection
+from qwen35conv.report.verification import show_verification
 
 __all__ = [
     "check_report",
@@ -14,4 +15,6 @@ __all__ = [
     "show_error",
     "show_inspection",
     "show_plan",
+    "show_verification",
+    "steps",
 ]

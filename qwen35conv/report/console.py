@@ -91,3 +91,29 @@ def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
                 bar.update(n_bytes)
 
         yield on_bytes
+
+
+@contextmanager
+def steps(title: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A function to be told what is done of how many, step after step; a bar for each on a terminal."""
+    if is_plain(sys.stderr):
+        yield lambda what, done, total: None
+        return
+    from tqdm import tqdm
+
+    bars: dict[str, tqdm[Any]] = {}
+
+    def on_progress(what: str, done: int, total: int) -> None:
+        if what not in bars:
+            for bar in bars.values():
+                bar.close()
+            bars[what] = tqdm(
+                total=total, desc=clean(f"{title}: {what}"), file=sys.stderr, leave=False, dynamic_ncols=True
+            )
+        bars[what].update(done - bars[what].n)
+
+    try:
+        yield on_progress
+    finally:
+        for bar in bars.values():
+            bar.close()

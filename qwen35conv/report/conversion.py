@@ -10,7 +10,7 @@ from qwen35conv.facts.checkpoint import Severity
 from qwen35conv.planning.sidecar import RECEIPT
 from qwen35conv.report.console import show_document
 from qwen35conv.report.documents import outcome_document, preparation_document
-from qwen35conv.report.page import Page, show_page
+from qwen35conv.report.page import Page, Span, show_page
 from qwen35conv.report.plan_table import show_files, show_tallies
 from qwen35conv.report.words import MEANING, counted, exact, overruled, sized, style_of
 
@@ -71,6 +71,10 @@ def _build_conversion(page: Page, outcome: Outcome) -> None:
         f"against the plan and config.json, compared {counted(outcome.n_gains, 'computed gain')}: all equal",
         hang=2,
     )
+    if outcome.verification is not None:
+        for check in outcome.verification.checks:
+            mark: Span = ("✓ ", "green") if check.passed else ("? ", "yellow")
+            page.line(mark, f"{check.name}: {check.summary}", hang=2)
     if preparation.sidecar is not None:
         page.line("draft head in ", (str(preparation.sidecar), "cyan"))
     page.line(f"receipt in {destination / RECEIPT}", hang=2)

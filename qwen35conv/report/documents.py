@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from qwen35conv.planning.sidecar import ConfigEdit, SideFiles
 
 if TYPE_CHECKING:
     from qwen35conv.convert import Outcome, Preparation
+    from qwen35conv.verify import Verification
 
 
 def schema(command: str) -> str:
@@ -30,6 +32,7 @@ def inspection_document(inspection: Inspection, *, all_tensors: bool) -> dict[st
     plan, problem = inspection.plan, inspection.problem
     document = {
         "schema": schema("inspect"),
+        "verdict": inspection.verdicts.trunk.generation.value,
         "converts": plan is not None,
         "changes": None if plan is None else not plan.is_identity,
         "checkpoint": checkpoint_document(inspection.checkpoint),
@@ -91,6 +94,7 @@ def outcome_document(outcome: Outcome) -> dict[str, Any]:
         "seconds": round(outcome.seconds, 3),
         "n_bytes": outcome.n_bytes,
         "proof": {"n_headers": outcome.n_headers, "n_tensors": outcome.n_tensors, "n_gains": outcome.n_gains},
+        "verification": None if outcome.verification is None else _checks(outcome.verification),
         "shards": [
             {"file": written.file, "n_bytes": written.n_bytes, "sha256": written.sha256} for written in outcome.written
         ],
@@ -100,6 +104,33 @@ def outcome_document(outcome: Outcome) -> dict[str, Any]:
         "side_files": files_document(preparation.files),
         "findings": findings_document(plan.findings),
     }
+
+
+def verification_document(label: str, verification: Verification) -> dict[str, Any]:
+    """What `verify` found. `passed` of a check is null where it could not judge."""
+    return {
+        "schema": schema("verify"),
+        "checkpoint": label,
+        "passed": verification.passed,
+        "checks": _checks(verification),
+    }
+
+
+def _checks(verification: Verification) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": check.name,
+            "passed": check.passed,
+            "summary": check.summary,
+            "details": [{"name": name, "value": _finite(value)} for name, value in check.details],
+        }
+        for check in verification.checks
+    ]
+
+
+def _finite(value: str | float) -> str | float:
+    """A detail as JSON can hold it."""
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
 def error_document(error: Qwen35ConvError, command: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ It runs over the plan's view, so it works the same on a raw source and on a conv
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from qwen35conv.generation.convention import Generation
 from qwen35conv.model import Decoder, Weights, load_decoder
 from qwen35conv.planning.plan import NormDtype, Options, Plan, make_plan
 from qwen35conv.planning.verdicts import judge_checkpoint
-from qwen35conv.source import Source
+from qwen35conv.source import Source, open_source, read_checkpoint
 from qwen35conv.verify.bytes import check_bytes, plan_like, plan_of_all
 from qwen35conv.verify.check import (
     QUICK,
@@ -34,6 +35,7 @@ from qwen35conv.verify.memory import allowed_memory, model_bytes
 from qwen35conv.verify.prompt import check_prompt
 from qwen35conv.verify.reference import check_reference, read_reference
 from qwen35conv.verify.structure import check_structure
+from qwen35conv.verify.tokens import TextError
 from qwen35conv.verify.values import check_values
 from qwen35conv.view import View, open_view
 
@@ -46,8 +48,10 @@ __all__ = [
     "Step",
     "Verification",
     "VerifyOptions",
+    "open_original",
     "plan_like",
     "plan_to_verify",
+    "read_prompt",
     "verify",
 ]
 
@@ -62,6 +66,23 @@ def plan_to_verify(checkpoint: Checkpoint) -> Plan:
     verdicts = judge_checkpoint(checkpoint)
     assume = None if verdicts.trunk.converts else Generation.CANONICAL
     return make_plan(checkpoint, Options(assume=assume), verdicts)
+
+
+def open_original(spec: str, result: Plan) -> Original:
+    """What a result was made from, under the plan that the result's own tensors speak of.
+
+    Raises SourceError where it can't be read, CheckpointError where no plan leads from it to such a result.
+    """
+    source = open_source(spec)
+    return Original(source, plan_like(read_checkpoint(source), result))
+
+
+def read_prompt(file: Path) -> str:
+    """The text of a file. Raises TextError where it has none."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TextError(f"{file}: can't be read as text: {error}") from error
 
 
 def verify(
@@ -91,7 +112,7 @@ def verify(
     view = open_view(source, run_plan)
     weights = Weights(view, run_plan.packing, options.dtype.array_dtype)
     if Step.KERNEL in steps:
-        checks.append(check_kernel(config, weights, options.backend))
+        checks.append(check_kernel(config, weights, options.backend, brief=options.brief))
     forward = [step for step in (Step.PROMPT, Step.REFERENCE, Step.INVARIANTS) if step in steps]
     if not forward:
         return Verification(tuple(checks))

@@ -68,6 +68,7 @@ class VerifyOptions:
     atol: float | None = None
     dtype: RunDtype = RunDtype.SOURCE
     deep: bool = False
+    brief: bool = False  # the kernel step takes one head of the layer, so that nothing large is read
     max_memory: int | None = None  # bytes up to which layers stay in memory; None: a fraction of what is free
 
 

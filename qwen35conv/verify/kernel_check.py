@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 
@@ -11,18 +13,25 @@ from qwen35conv.kernels import gated_delta, gated_delta_mlx, resolve_backend
 from qwen35conv.model import DeltaCache, OpaqueModuleError, Weights, span_of
 from qwen35conv.model.gated_delta_net import DeltaInputs, GatedDeltaNet, load_gated_delta_net
 from qwen35conv.verify.check import Check, Value
+from qwen35conv.verify.one_head import OneHead, one_head_config
 
 _BATCH, _STEPS = 2, 67  # no power of two, so that no kernel's blocks come out even
 _STATE_ERROR = 1e-5  # of the state's size
 
 
-def check_kernel(config: ModelConfig, weights: Weights, backend: str) -> Check:
-    """The selected backend against the reference, MLX's own and float64; prefill against token by token."""
+def check_kernel(config: ModelConfig, weights: Weights, backend: str, *, brief: bool = False) -> Check:
+    """The selected backend against the reference, MLX's own and float64; prefill against token by token.
+
+    `brief` takes the first key head of the layer alone.
+    """
     index = next((i for i, kind in enumerate(config.layer_kinds) if kind is LayerKind.LINEAR), None)
     if index is None:
         return Check("kernel", None, "the model has no linear attention layer to run")
     layer = f"{TRUNK_PREFIX}layers.{index}"
     name = resolve_backend(backend)
+    if brief:
+        weights = replace(weights, tensors=OneHead(weights.tensors, f"{layer}.linear_attn", config))
+        config = one_head_config(config)
     try:
         net = load_gated_delta_net(weights, f"{layer}.linear_attn", config, name)
     except OpaqueModuleError as error:
