@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from qwen35conv.errors import CheckpointError, DestinationError, SourceError
 from qwen35conv.facts.checkpoint import CONFIG, INDEX, few
-from qwen35conv.facts.header import build_header
+from qwen35conv.facts.header import TensorInfo, build_header
 from qwen35conv.fixes import fixed
 from qwen35conv.generation.convention import Generation
 from qwen35conv.planning.pieces import Write
@@ -211,7 +211,7 @@ def prove(source: Source, plan: Plan, shards: Sequence[PlanShard], folder: Path)
     """
     result = LocalSource(folder, str(folder))
     planned = {write.name: (shard.file, write) for shard in shards for write in shard.writes}
-    found = {}
+    found: dict[str, tuple[str, int, TensorInfo]] = {}
     for shard in shards:
         header = read_header(result, shard.file)
         found |= {tensor.name: (shard.file, header.data_begin, tensor) for tensor in header.tensors}

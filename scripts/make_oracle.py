@@ -19,6 +19,7 @@ import argparse
 import hashlib
 import importlib
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -100,7 +101,8 @@ class Export:
 
 def export(folder: Path, sizes: Sizes, *, moe: bool, vision: bool, tied: bool, seed: int, n_shards: int = 1) -> Export:
     """A random model, saved to `folder` by transformers."""
-    text = {
+    config: Any
+    text: dict[str, Any] = {
         "vocab_size": sizes.vocab,
         "hidden_size": sizes.hidden,
         "num_hidden_layers": sizes.layers,
@@ -169,19 +171,20 @@ def export(folder: Path, sizes: Sizes, *, moe: bool, vision: bool, tied: bool, s
 
 def drawn(name: str, shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
     """Float32 values for one tensor of a raw export. An untrained model's gains would all be 0."""
-    normal = torch.randn(shape, generator=draw)
+    normal: torch.Tensor = torch.randn(shape, generator=draw)
     for suffix, mean, spread, least, greatest in GAINS:
         if name.endswith(suffix):
             return (mean + spread * normal).clamp(least, greatest)
     if name.endswith("A_log"):
-        return torch.empty(shape).uniform_(0.01, 0.6, generator=draw).log()
+        decay: torch.Tensor = 0.01 + 0.59 * torch.rand(shape, generator=draw)
+        return decay.log()
     if name.endswith("embed_tokens.weight"):
         return 0.25 * normal
     if name.endswith("conv1d.weight"):
         return 0.5 * normal
     if len(shape) == 1:
         return (1.0 if "norm" in name else 0.0) + 0.1 * normal
-    return normal * shape[-1] ** -0.5
+    return normal / math.sqrt(shape[-1])
 
 
 def draft_head(held: Mapping[str, torch.Tensor], seed: int) -> Tensors:
@@ -223,7 +226,8 @@ def store(
 ) -> None:
     """Write a checkpoint with its index; neighbouring tensors lie in different shards."""
     folder.mkdir(parents=True, exist_ok=True)
-    names, weight_map = sorted(tensors), {}
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}
     for i in range(n_shards):
         file = files.format(i + 1, n_shards)
         members = names[i::n_shards]
@@ -250,7 +254,7 @@ def sanitized(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) ->
                 "shape": list(entry["shape"]),
                 "sha256": hashlib.sha256(entry["data"]).hexdigest(),
             }
-            for name, entry in sorted(deserialize(after.read_bytes()))
+            for name, entry in sorted(deserialize(after.read_bytes()))  # type: ignore[no-untyped-call]
         }
 
 
@@ -321,7 +325,8 @@ def raw_names_quantised_mtp(case: Path, seed: int, sizes: Sizes = PACKABLE) -> N
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "all.safetensors")
         save_file(wanted | draft_head(exported.held, seed), file)
-        for name, value in mx.load(str(file)).items():
+        stored: Any = mx.load(str(file))
+        for name, value in stored.items():
             if value.ndim != 2:
                 packed[name] = value
                 continue
@@ -334,9 +339,7 @@ def raw_names_quantised_mtp(case: Path, seed: int, sizes: Sizes = PACKABLE) -> N
         mx.save_safetensors(str(file), packed)
         tensors = load_file(file)
     config = with_head(exported.config) | {"quantization": quantization, "quantization_config": quantization}
-    store(
-        case / "src", tensors, config, files="model-{:05d}-of-{:05d}.safetensors", n_shards=2, metadata="mlx"
-    )
+    store(case / "src", tensors, config, files="model-{:05d}-of-{:05d}.safetensors", n_shards=2, metadata="mlx")
     expect(case, sanitized(tensors, config))
 
 
@@ -406,10 +409,7 @@ def broken_raw_names_gamma(case: Path, seed: int) -> None:
     """Exported back from MLX under the raw names, conv moved back, gains left as gamma."""
     made = twin(seed)
     moved = {name: name.replace("model.language_model.", "language_model.model.") for name in made.raw}
-    tensors = {
-        name: made.canonical[moved[name]] if is_gain(name, value) else value
-        for name, value in made.raw.items()
-    }
+    tensors = {name: made.canonical[moved[name]] if is_gain(name, value) else value for name, value in made.raw.items()}
     store(case / "src", tensors, made.raw_config, files="model.safetensors")
     expect(case, made.expected)
 
@@ -430,8 +430,9 @@ CASES: dict[str, Callable[[Path, int], None]] = {
 
 def main() -> None:
     """Write every case, each folder anew, and print what it takes."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet: Any = transformers.logging
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
     parser = argparse.ArgumentParser(description="Write the oracle cases.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)

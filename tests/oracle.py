@@ -72,7 +72,7 @@ def stored(folder: Path) -> dict[str, tuple[str, Digest]]:
     """The file and the digest of every tensor in a folder, by the safetensors library."""
     found: dict[str, tuple[str, Digest]] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        for name, entry in deserialize(file.read_bytes()):
+        for name, entry in deserialize(file.read_bytes()):  # type: ignore[no-untyped-call]
             assert name not in found, f"{name} stands in two files"
             digest = hashlib.sha256(entry["data"]).hexdigest()
             found[name] = file.name, (entry["dtype"], tuple(entry["shape"]), digest)

@@ -1,4 +1,4 @@
-"""What others make of the results: mlx-lm loads them strictly and computes the same bits, transformers the same logits."""
+"""What others make of a result: mlx-lm loads it strictly and computes the same bits, transformers the same logits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_oracle() -> ModuleType:
 
 def convert(source: Path, destination: Path, options: Options | None = None) -> Path:
     opened = open_source(str(source))
-    write(opened, make_plan(read_checkpoint(opened), options), destination)
+    write(opened, make_plan(read_checkpoint(opened), options), destination, check=False)  # the judges are these tests
     return destination
 
 
@@ -101,7 +101,7 @@ def test_mlx_lm_computes_the_same_bits_from_source_and_result(case: Case, mlx_lm
 
 @named([case for case in oracle.SOUND if case.name in TEXT_ONLY])
 def test_mlx_lm_loads_text_only_exports_after_conversion_alone(case: Case, mlx_lm: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Model type .* not supported"):
+    with pytest.raises(ValueError, match=r"Model type .* not supported"):
         load(mlx_lm, case.source)
     model = load(mlx_lm, convert(case.source, tmp_path / "out"), float32=True)
     kind = case.config()["model_type"].removesuffix("_text")

@@ -193,7 +193,7 @@ def test_mlx_lm_gives_the_stored_logits_and_the_wrong_folds_are_told_apart() -> 
 
     tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     rows = [mx.array([tokenizer.encode(p).ids]) for p in PROMPTS]
-    folded = {k: v for k, v in dict(_flat(loaded)).items() if SHIFTED.search(k)}
+    folded = {k: v for k, v in _flat(loaded).items() if SHIFTED.search(k)}
     assert len(folded) == 2 * 8 + 2 * 2 + 1
 
     def losses(shift: float) -> list[float]:
@@ -206,11 +206,12 @@ def test_mlx_lm_gives_the_stored_logits_and_the_wrong_folds_are_told_apart() -> 
         assert min(m, s) > r + 1
 
 
-def _flat(model: Any) -> list[tuple[str, Any]]:
+def _flat(model: Any) -> dict[str, Any]:
     """Every parameter of an MLX model by its dotted name."""
     from mlx.utils import tree_flatten
 
-    return list(tree_flatten(model.parameters()))
+    flat: Any = tree_flatten(model.parameters())
+    return dict(flat)
 
 
 @pytest.mark.slow

@@ -16,16 +16,17 @@ from typing import TypeVar
 
 import numpy as np
 
-from qwen35conv.generation.gains import ANCHORS, NEGATIVE, GainLabel, GainStats, Role
+from qwen35conv.generation.gains import ANCHORS, MIN_INFORMATIVE, NEGATIVE, NEGATIVE_CLEAR, GainLabel, GainStats, Role
 
 K = TypeVar("K")
 
 LOWEST = 0.002  # the share of entries below -1 that a raw trunk may have: gamma is positive
 AGREE = 0.9  # the share of anchors that must carry one label
-SMALL = 8  # a model of four layers and fewer has so many anchors or fewer
+SMALL = 16  # a model of eight layers or fewer has so many anchors: no published one, and one odd layer is a big share
+TINY = 8  # ... of four layers or fewer
 FEW = 3  # fewer anchors than this decide nothing without the layout
 DELTA_CEILING = 0.35  # a raw trunk's median anchor averages less (published: -0.22 to 0.03)
-GAMMA_FLOOR = 0.5  # a gamma trunk's median anchor averages more (published: 0.78 to 1.03)
+GAMMA_RANGE = (0.5, 1.45)  # where the median anchor of a gamma trunk lies (published: 0.78 to 1.03)
 TWICE_CENTRE = (1.55, 2.6)  # where the median anchor of a trunk shifted twice lies
 CONTROL_LOW, CONTROL_HIGH = 0.3, 1.6  # outside, someone stored the gated norm zero-centred, or shifted it
 
@@ -90,7 +91,7 @@ def weigh(stats: Sequence[GainStats]) -> Weighed:
 
     main = int(np.argmax(counts))
     if counts[main] < n / 2:
-        main = int(np.searchsorted((GAMMA_FLOOR, TWICE_CENTRE[0]), median, side="right"))
+        main = int(np.searchsorted((GAMMA_RANGE[0], TWICE_CENTRE[0]), median, side="right"))
     parts = _clusters(anchors, shifts, main)
     if parts:
         others = [a.name for a, s in zip(anchors, shifts, strict=True) if s is not None and s != main]
@@ -100,23 +101,20 @@ def weigh(stats: Sequence[GainStats]) -> Weighed:
     outliers = [a.name for a, ok in zip(anchors, supports, strict=True) if not ok]
     agreed = sum(supports) >= _quorum(n)
     doubts = _doubts(stats, main)
+    unproven = _unproven(anchors, shifts, main) if n <= SMALL else None
     strays = [f"{_count(outliers, 'anchor')} of {n} look otherwise, scattered: {_some(outliers)}"] if outliers else []
-    close = n > SMALL or (n >= 6 and main < 2) or _spread(anchors) < 0.55
-    lean = _lean(anchors, main, counts, median) if close else None
-    firm = agreed and close and n >= FEW and _is_firm(anchors, main, counts, median)
-    strange = [
-        members
-        for members in _grouped(anchors, lambda a: a.layer).values()
-        if all(shifts[i] != main and abs(anchors[i].mean - main) >= 0.5 for i in members)
-    ]
+    close = n > TINY or (n >= 6 and main < 2) or _spread(anchors) < 0.55
+    lean = _lean(anchors, main, counts, median) if close and not unproven else None
+    firm = agreed and close and not unproven and n >= FEW and _is_firm(anchors, main, counts, median)
     return _weighed(
         _BY_SHIFT[main] if firm else Values.WEAK,
         anchors,
         summary,
+        *([unproven] if unproven else []),
         outliers=outliers,
         warnings=strays + doubts,
         lean=lean,
-        doubted=bool(doubts or strange),
+        doubted=bool(doubts),
     )
 
 
@@ -161,6 +159,33 @@ def _supports(anchor: GainStats, shift: int | None, main: int, counts: Sequence[
     return main == 1 and counts[0] == 0  # a rescaled gamma; raw layers would have negatives somewhere
 
 
+def _unproven(anchors: Sequence[GainStats], shifts: Sequence[int | None], main: int) -> str | None:
+    """Why the anchors of a small model prove nothing: one norm at 0.7 among few is gamma, or an odd raw one left
+    behind. Where nothing beside it in its file or layer shows which, no number tells.
+    """
+    files = _grouped(anchors, lambda a: a.file)
+    if len(files) > 1:
+        odd = [a.name for a, s in zip(anchors, shifts, strict=True) if s != main]
+        if odd:
+            return f"few layers in several files, and {_count(odd, 'norm')} not sure to be as the others: {_some(odd)}"
+        lone = [anchors[m[0]] for m in files.values() if len(m) == 1]
+        names = [a.name for a in lone if not _shows_itself(a)]
+        if names:
+            return f"few layers, and {_count(names, 'norm')} alone in a file, with no sign of its own: {_some(names)}"
+    for layer, members in _grouped(anchors, lambda a: a.layer).items():
+        if all(shifts[i] != main for i in members):
+            return f"few layers, and both norms of layer {layer} look otherwise"
+    return None
+
+
+def _shows_itself(anchor: GainStats) -> bool:
+    """Whether signs or the grid leave an anchor one reading, whatever its mean."""
+    if anchor.label is GainLabel.DELTA:
+        return anchor.negative_share >= NEGATIVE_CLEAR
+    on_grid = anchor.off_grid_share == 0 and anchor.n_informative >= MIN_INFORMATIVE
+    return anchor.label in _CONSTANTS or (anchor.label is GainLabel.GAMMA and on_grid)
+
+
 def _quorum(n: int) -> float:
     """How many anchors must agree: nine of ten; in a small model all but one, as one odd layer is no rarity there."""
     return min(AGREE * n, n - 1) if n >= 6 else n
@@ -180,8 +205,9 @@ def _is_firm(anchors: Sequence[GainStats], main: int, counts: Sequence[int], med
         return counts[0] >= 0.6 * n and median <= DELTA_CEILING and below <= LOWEST
     if main == 1:
         like = sum(a.label is GainLabel.POSITIVE and a.mean >= 0.6 and a.off_grid_share <= 0.05 for a in anchors)
-        return counts[1] + like * (counts[0] == 0) >= _quorum(n) and median >= GAMMA_FLOOR
-    return counts[2] >= _quorum(n) and counts[0] + counts[1] == 0 and TWICE_CENTRE[0] <= median <= TWICE_CENTRE[1]
+        return counts[1] + like * (counts[0] == 0) >= _quorum(n) and GAMMA_RANGE[0] <= median <= GAMMA_RANGE[1]
+    strays = counts[0] + counts[1] if n <= SMALL else counts[0]
+    return counts[2] >= _quorum(n) and strays == 0 and TWICE_CENTRE[0] <= median <= TWICE_CENTRE[1]
 
 
 def _lean(anchors: Sequence[GainStats], main: int, counts: Sequence[int], median: float) -> Values | None:
@@ -196,10 +222,10 @@ def _lean(anchors: Sequence[GainStats], main: int, counts: Sequence[int], median
     if main == 2:
         return Values.TWICE
     if main == 1:
-        twice = counts[2] <= (0.45 * n if n > SMALL else 1) and median <= 1.45
+        twice = counts[2] <= (0.45 * n if n > TINY else 1) and median <= GAMMA_RANGE[1]
         plain = median >= 0.6 and highest < 2 and negative <= NEGATIVE and counts[0] <= 0.1 * n
         return Values.GAMMA if plain and twice else None
-    low = median < GAMMA_FLOOR and highest < 1.1 and below <= LOWEST
+    low = median < GAMMA_RANGE[0] and highest < 1.1 and below <= LOWEST
     return Values.DELTA if low and counts[1] + counts[2] < 0.25 * n else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -11,24 +11,20 @@ import numpy as np
 from qwen35conv.facts.config import LayerKind, ModelConfig
 from qwen35conv.facts.layout import HEAD_MODULE, TRUNK_PREFIX
 from qwen35conv.kernels import resolve_backend
-from qwen35conv.model.attention import Attention, KVCache, load_attention
+from qwen35conv.model.attention import Attention, AttentionState, KVCache, load_attention
+from qwen35conv.model.cache import Cache
+from qwen35conv.model.delta_rule import Convolution
 from qwen35conv.model.feed_forward import FeedForward, MixtureOfExperts, load_feed_forward, load_mixture
 from qwen35conv.model.gated_delta_net import DeltaCache, GatedDeltaNet, load_gated_delta_net
 from qwen35conv.model.linear import Linear, RowTable
-from qwen35conv.model.span import Span, span_of
+from qwen35conv.model.padding import padding_of
+from qwen35conv.model.span import CallError, Span, span_of
 from qwen35conv.model.weights import Weights
 
 HEAD_SLICE = 64 << 20  # bytes of the head that are read at once
+_FEW = 4  # positions up to which layers need not be evaluated one by one: their hidden states are small
 
 OnLayer = Callable[[int, mx.array], None]
-
-
-@dataclass(slots=True)
-class Cache:
-    """What a batch of sequences has left behind: real positions of each row, and what each layer remembers."""
-
-    lengths: list[int]
-    layers: list[KVCache | DeltaCache]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +37,17 @@ class Block:
     post_norm: mx.array  # [hidden]
     eps: float
 
-    def __call__(self, x: mx.array, span: Span, cache: KVCache | DeltaCache | None = None) -> mx.array:
+    def __call__(self, x: mx.array, span: Span, cache: AttentionState | DeltaCache | None = None) -> mx.array:
         """[B, T, hidden] -> [B, T, hidden]."""
         x = x + self.mix(mx.fast.rms_norm(x, self.input_norm, self.eps), span, cache)
-        return x + self.mlp(mx.fast.rms_norm(x, self.post_norm, self.eps))
+        return x + span.mapped(self.mlp, mx.fast.rms_norm(x, self.post_norm, self.eps))
 
-    def mix(self, x: mx.array, span: Span, cache: KVCache | DeltaCache | None = None) -> mx.array:
+    def mix(self, x: mx.array, span: Span, cache: AttentionState | DeltaCache | None = None) -> mx.array:
         """The mixer alone, over normed positions [B, T, hidden]."""
         if isinstance(self.mixer, GatedDeltaNet):
             assert cache is None or isinstance(cache, DeltaCache)
             return self.mixer(x, span, cache)
-        assert cache is None or isinstance(cache, KVCache)
+        assert not isinstance(cache, DeltaCache)
         return self.mixer(x, span, cache)
 
     def make_cache(self) -> KVCache | DeltaCache:
@@ -77,15 +73,23 @@ class Decoder:
     norm: mx.array  # [hidden]
     backend: str
     keep: bool = False
+    convolutions: Mapping[int, Convolution] = field(default_factory=dict)  # by layer, instead of the plain one
     _blocks: dict[int, Block] = field(default_factory=dict)
     _head: Linear | None = None
 
     def __call__(
-        self, ids: np.ndarray | mx.array, cache: Cache | None = None, lengths: Sequence[int] | None = None
+        self,
+        ids: np.ndarray | mx.array,
+        cache: Cache | None = None,
+        lengths: Sequence[int] | None = None,
+        *,
+        mask: np.ndarray | None = None,
+        positions: np.ndarray | None = None,
+        stepwise: bool = False,
     ) -> mx.array:
-        """Logits [B, T, vocabulary] of ids [B, T]."""
-        hidden = self.hidden(ids, cache, lengths)
-        return mx.concatenate([logits for _, logits in self.head_slices(hidden)], axis=-1)
+        """Logits [B, T, vocabulary] of ids [B, T]; the arguments are those of `hidden`."""
+        hidden = self.hidden(ids, cache, lengths, mask=mask, positions=positions, stepwise=stepwise)
+        return mx.concatenate([logits for _, logits in self.head_slices(hidden, stepwise=stepwise)], axis=-1)
 
     def hidden(
         self,
@@ -93,20 +97,45 @@ class Decoder:
         cache: Cache | None = None,
         lengths: Sequence[int] | None = None,  # [B] real tokens of each row, the rest is padding behind them
         on_layer: OnLayer | None = None,
+        *,
+        mask: np.ndarray | None = None,  # [B, T] instead of lengths: True where real, padding on any side
+        positions: np.ndarray | None = None,  # [3, B, T] rotary positions: time, height, width
+        stepwise: bool = False,
     ) -> mx.array:
-        """The last layer's output under the final norm, [B, T, hidden]; each layer is evaluated before the next."""
-        x = self.embed(ids)
-        batch, n_steps, _ = x.shape
-        span = span_of(n_steps, [0] * batch if cache is None else cache.lengths, lengths)
+        """The last layer's output under the final norm, [B, T, hidden]; what it is where padded means nothing.
+
+        For more than four positions each layer's output and cache are evaluated before the next layer starts, so that
+        the memory in use does not grow with depth. `on_layer` sees rows with their real positions in front.
+        """
+        ids = np.array(ids)
+        padding = None if mask is None else padding_of(mask)
+        if padding is not None:
+            if lengths is not None or padding.order.shape != ids.shape:
+                raise CallError(f"mask: expected {list(ids.shape)} and no lengths, found {list(padding.order.shape)}")
+            ids, lengths = padding.packed(ids), padding.lengths
+            positions = None if positions is None else padding.packed(positions)
+        batch, n_steps = ids.shape
+        if cache is None:
+            span = span_of(n_steps, [0] * batch, lengths, positions=positions, stepwise=stepwise)
+        else:
+            span = cache.span(n_steps, lengths, positions=positions, stepwise=stepwise)
+        x = self._through(self.embed(ids), span, cache, on_layer)
+        if padding is not None:
+            x = mx.take_along_axis(x, mx.array(padding.places)[..., None], axis=1)
+        return self.final_norm(x)
+
+    def _through(self, x: mx.array, span: Span, cache: Cache | None, on_layer: OnLayer | None) -> mx.array:
         for i in range(self.config.n_layers):
             state = None if cache is None else cache.layers[i]
             x = self.block(i)(x, span, state)
-            mx.eval(x, [] if state is None else state.arrays())
+            if span.n_steps > _FEW or not self.keep:
+                mx.eval(x, [] if state is None else state.arrays())
             if on_layer is not None:
                 on_layer(i, x)
         if cache is not None:
-            cache.lengths = list(span.ends)
-        return self.final_norm(x)
+            cache.move(span)
+            mx.eval(x, [state.arrays() for state in cache.layers])
+        return x
 
     def embed(self, ids: np.ndarray | mx.array) -> mx.array:
         """The embeddings [B, T, hidden] of ids [B, T]."""
@@ -117,6 +146,8 @@ class Decoder:
         if index in self._blocks:
             return self._blocks[index]
         block = load_block(self.weights, index, self.config, self.backend)
+        if index in self.convolutions and isinstance(block.mixer, GatedDeltaNet):
+            block = replace(block, mixer=block.mixer.with_convolution(self.convolutions[index]))
         if self.keep:
             self._blocks[index] = block
         return block
@@ -125,21 +156,27 @@ class Decoder:
         """The norm before the head, with `by` added to its gain."""
         return mx.fast.rms_norm(x, self.norm + by if by else self.norm, self.config.rms_norm_eps)
 
-    def head_slices(self, hidden: mx.array) -> Iterator[tuple[int, mx.array]]:
+    def head_slices(self, hidden: mx.array, *, stepwise: bool = False) -> Iterator[tuple[int, mx.array]]:
         """The logits of normed positions [B, T, hidden], as (first row, [B, T, rows]) for a part of the vocabulary."""
+        span = span_of(hidden.shape[1], [0] * hidden.shape[0], stepwise=stepwise)
         if self.keep:
             self._head = self._head or self.head.linear(0, self.head.n_rows)
-            yield 0, self._head(hidden)
+            yield 0, span.mapped(self._head, hidden)
             return
         for begin, end in self.head.slices(HEAD_SLICE):
-            logits = self.head.linear(begin, end)(hidden)
+            logits = span.mapped(self.head.linear(begin, end), hidden)
             mx.eval(logits)
             yield begin, logits
 
-    def make_cache(self, batch: int = 1) -> Cache:
-        """An empty cache for a batch of sequences."""
-        kinds = self.config.layer_kinds
-        return Cache([0] * batch, [DeltaCache() if kind is LayerKind.LINEAR else KVCache() for kind in kinds])
+    def make_cache(self, batch: int = 1, attention: Callable[[int], AttentionState] | None = None) -> Cache:
+        """An empty cache for a batch of sequences; `attention` makes the state of an attention layer, by its index."""
+        layers: list[AttentionState | DeltaCache] = []
+        for i, kind in enumerate(self.config.layer_kinds):
+            if kind is LayerKind.LINEAR:
+                layers.append(DeltaCache())
+            else:
+                layers.append(KVCache() if attention is None else attention(i))
+        return Cache([0] * batch, layers)
 
 
 def load_decoder(
@@ -150,6 +187,7 @@ def load_decoder(
     vocab_size: int | None = None,  # rows of the embeddings, where they differ from config.json's
     backend: str = "auto",
     keep: bool = False,
+    convolutions: Mapping[int, Convolution] | None = None,  # by layer, instead of the plain one
 ) -> Decoder:
     """The text model; what can't be run of it raises OpaqueModuleError on use."""
     n_rows = config.vocab_size if vocab_size is None else vocab_size
@@ -162,6 +200,7 @@ def load_decoder(
         norm=weights.array(f"{TRUNK_PREFIX}norm.weight"),
         backend=resolve_backend(backend),
         keep=keep,
+        convolutions=convolutions or {},
     )
 
 

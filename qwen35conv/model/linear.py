@@ -62,7 +62,7 @@ class QuantizedLinear:
     def __call__(self, x: mx.array) -> mx.array:
         """[..., in] -> [..., out]."""
         y = mx.quantized_matmul(
-            _wide_on_cpu(x),
+            wide_on_cpu(x),
             self.weight,
             self.scales,
             self.biases,
@@ -118,7 +118,7 @@ class QuantizedExperts:
     def gathered(self, x: mx.array, experts: mx.array, *, is_sorted: bool) -> mx.array:
         """[N, k or 1, 1, in] and experts [N, k] -> [N, k, 1, out]."""
         return mx.gather_qmm(
-            _wide_on_cpu(x),
+            wide_on_cpu(x),
             self.weight,
             self.scales,
             self.biases,
@@ -200,7 +200,7 @@ class RowTable:
         return self.read("scales", begin, end), biases
 
 
-def _wide_on_cpu(x: mx.array) -> mx.array:
+def wide_on_cpu(x: mx.array) -> mx.array:
     """The input in float32 on a CPU: there MLX sums quantised products in the input's own dtype.
 
     In bfloat16 that loses a tenth of the result's size at 1,024 inputs; a GPU sums in float32.

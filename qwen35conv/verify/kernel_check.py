@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import mlx.core as mx
 import numpy as np
 
@@ -13,7 +11,7 @@ from qwen35conv.kernels import gated_delta, gated_delta_mlx, resolve_backend
 from qwen35conv.model import DeltaCache, OpaqueModuleError, Weights, span_of
 from qwen35conv.model.gated_delta_net import DeltaInputs, GatedDeltaNet, load_gated_delta_net
 from qwen35conv.verify.check import Check, Value
-from qwen35conv.verify.one_head import OneHead, one_head_config
+from qwen35conv.verify.one_head import one_head_config, one_head_weights
 
 _BATCH, _STEPS = 2, 67  # no power of two, so that no kernel's blocks come out even
 _STATE_ERROR = 1e-5  # of the state's size
@@ -30,7 +28,7 @@ def check_kernel(config: ModelConfig, weights: Weights, backend: str, *, brief: 
     layer = f"{TRUNK_PREFIX}layers.{index}"
     name = resolve_backend(backend)
     if brief:
-        weights = replace(weights, tensors=OneHead(weights.tensors, f"{layer}.linear_attn", config))
+        weights = one_head_weights(weights, f"{layer}.linear_attn", config)
         config = one_head_config(config)
     try:
         net = load_gated_delta_net(weights, f"{layer}.linear_attn", config, name)
