@@ -49,8 +49,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 SEED = 35
-STEPS, BATCH, LENGTH = 700, 8, 144
-MTP_STEPS = 160
+STEPS, BATCH, LENGTH = 950, 8, 144
+MTP_STEPS = 120
 # Small, so that many words are spelt in pieces. With 640 entries every word is one, and the same world is so easy that
 # gains of one too much cost as little as 0.27 nats a token: right is still better, but it convinces nobody.
 VOCAB = 400

@@ -351,6 +351,82 @@ def test_a_single_plainly_raw_gain_in_a_converted_file_stops(rng: np.random.Gene
     assert verdict.outliers == ("language_model.model.layers.15.post_attention_layernorm.weight",)
 
 
+@pytest.mark.parametrize("training", ["as published", "spread over layers"])
+def test_one_layer_shifted_among_many_stops_though_one_of_its_norms_is_odd(
+    rng: np.random.Generator, training: str
+) -> None:
+    trunk = trunk_like(rng, "2B")
+    if training == "spread over layers":
+        trunk.anchors[25] -= 0.15  # further from its role than the others lie
+    shifts = np.zeros(len(trunk.anchors), int)
+    shifts[24:26] = 1
+    for layout in (RAW_FACTS, CANONICAL_FACTS):
+        assert judged(trunk, shifts, *layout, Storage("F32", "F16", "F16")).generation is Generation.MIXED
+
+
+# --- few layers: what a single norm cannot show -----------------------------------------------------------------------
+
+
+def odd_one_left_raw(rng: np.random.Generator, size: str, n_files: int) -> tuple[Trunk, np.ndarray]:
+    """A model whose one norm at 0.7 was left raw in a file of its own: its numbers are those of a sound gamma."""
+    trunk = trunk_like(rng, size)
+    n = len(trunk.anchors)
+    trunk.files = [f"model-{i * n_files // n + 1:05d}-of-{n_files:05d}.safetensors" for i in range(n)]
+    trunk.anchors[-1] = 0.75 + 0.04 * rng.standard_normal(trunk.anchors.shape[1])
+    shifts = np.ones(n, int)
+    shifts[-1] = 0
+    return trunk, shifts
+
+
+@pytest.mark.parametrize(("size", "n_files"), [("tiny-2", 4), ("tiny-4", 8), ("tiny-8", 16)])
+@pytest.mark.parametrize("layout", [RAW_FACTS, CANONICAL_FACTS])
+def test_a_norm_alone_in_its_file_decides_nothing_in_a_small_model(
+    rng: np.random.Generator, size: str, n_files: int, layout: tuple[Naming, ConvLayout]
+) -> None:
+    trunk, shifts = odd_one_left_raw(rng, size, n_files)
+    verdict = judged(trunk, shifts, *layout)
+    assert not verdict.converts
+    assert verdict.generation in (Generation.MIXED, Generation.UNKNOWN)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2])
+def test_a_small_model_in_files_of_whole_layers_is_told(rng: np.random.Generator, shift: int) -> None:
+    trunk = trunk_like(rng, "tiny-4")
+    trunk.files = [f"model-{i // 4 + 1:05d}-of-00002.safetensors" for i in range(8)]
+    wanted = (Generation.RAW, Generation.CANONICAL, Generation.DOUBLE_SHIFTED)[shift]
+    layout = RAW_FACTS if shift == 0 else CANONICAL_FACTS
+    assert judged(trunk, shift, *layout).generation is wanted
+
+
+@pytest.mark.parametrize("layout", [RAW_FACTS, CANONICAL_FACTS])
+def test_a_role_missed_in_a_model_of_two_layers_stops(
+    rng: np.random.Generator, layout: tuple[Naming, ConvLayout]
+) -> None:
+    trunk = trunk_like(rng, "tiny-2", 0.2, -0.3)
+    trunk.anchors[0::2] = np.array([[0.17], [0.72]]) + 0.04 * rng.standard_normal((2, trunk.anchors.shape[1]))
+    assert not judged(trunk, np.array([0, 1, 0, 1]), *layout).converts
+
+
+@pytest.mark.parametrize("size", ["0.8B", "27B"])
+def test_a_low_layer_shifted_twice_is_told_among_many(rng: np.random.Generator, size: str) -> None:
+    trunk = trunk_like(rng, size)
+    trunk.anchors[6:8] = -0.7 + 0.08 * rng.standard_normal((2, trunk.anchors.shape[1]))
+    assert judged(trunk, 2, *CANONICAL_FACTS).generation is Generation.DOUBLE_SHIFTED
+
+
+@pytest.mark.parametrize("size", ["0.8B", "27B"])
+@pytest.mark.parametrize(
+    ("shift", "layout", "generation"),
+    [(0, CANONICAL_FACTS, Generation.NEVER_SHIFTED), (1, RAW_FACTS, Generation.SHIFTED_RAW)],
+)
+def test_a_low_layer_hides_no_broken_file_among_many(
+    rng: np.random.Generator, size: str, shift: int, layout: tuple[Naming, ConvLayout], generation: Generation
+) -> None:
+    trunk = trunk_like(rng, size)
+    trunk.anchors[6:8] = -0.7 + 0.08 * rng.standard_normal((2, trunk.anchors.shape[1]))
+    assert judged(trunk, shift, *layout).generation is generation
+
+
 # --- what stops by itself --------------------------------------------------------------------------------------------
 
 

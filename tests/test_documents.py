@@ -56,6 +56,7 @@ def test_an_inspection_has_these_keys_and_they_stay(raw: Path) -> None:
     found = document_of(inspected(raw))
     assert list(found) == [
         "schema",
+        "verdict",
         "converts",
         "changes",
         "checkpoint",
@@ -180,7 +181,7 @@ def test_a_dry_run_and_the_conversion_agree_and_the_proof_counts_what_is_there(r
     for key in ("config_edits", "side_files", "findings", "sidecar"):
         assert planned[key] == done[key]
     names = []
-    for file in destination.glob("*.safetensors"):
+    for file in (*destination.glob("*.safetensors"), *Path(done["sidecar"]).glob("*.safetensors")):
         with safe_open(file, framework="numpy") as opened:
             names += list(opened.keys())
     assert done["proof"]["n_tensors"] == len(names)

@@ -149,7 +149,7 @@ def _shift(by: float, tensors: tiny.Tensors) -> tiny.Tensors:
 def test_broken_gains_stop_and_can_be_repaired(
     tmp_path: Path, generation: Generation, tensors: Callable[[tiny.Made], tiny.Tensors]
 ) -> None:
-    made = tiny.make()
+    made = tiny.make(tiny.with_layers(12))
     folder = tiny.save(tmp_path / "source", tensors(made), made.config)
     with pytest.raises(ConventionError, match=f"norm gains are {generation.value}") as caught:
         plan_of(folder)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from qwen35conv.generation.draft_head import weigh_head
-from qwen35conv.generation.evidence import Values, Weighed, check_control, weigh
+from qwen35conv.generation.evidence import Weighed, check_control, weigh
 from qwen35conv.generation.gains import Gain, GainLabel, GainStats, Role, measure, measure_all
+from qwen35conv.generation.groups import Values
 
 __all__ = [
     "ConvLayout",

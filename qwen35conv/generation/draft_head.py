@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qwen35conv.generation.evidence import Values, Weighed
+from qwen35conv.generation.evidence import Weighed
 from qwen35conv.generation.gains import NEGATIVE, OFF_GRID, GainLabel, GainStats, Role
+from qwen35conv.generation.groups import Values
 
 FINAL_FLOOR = 1.9  # a gamma final norm averages 2.25 and more, a raw one 1.25 to 2.58: above this, either
 GAMMA_FINAL = 1.6  # no gamma final norm averages less

@@ -8,7 +8,7 @@ from qwen35conv.model.capture import Capture
 from qwen35conv.model.decoder import Block, Decoder, load_block, load_decoder
 from qwen35conv.model.delta_rule import Convolution, DeltaRule, plain_convolution
 from qwen35conv.model.feed_forward import FeedForward, MixtureOfExperts, swiglu
-from qwen35conv.model.feeding import append, independent_rows, prefill
+from qwen35conv.model.feeding import append, independent_rows, prefill, rows_apart
 from qwen35conv.model.gated_delta_net import DeltaCache, GatedDeltaNet
 from qwen35conv.model.linear import can_run
 from qwen35conv.model.lora import LoraTarget, lora_targets
@@ -60,6 +60,7 @@ __all__ = [
     "plain_convolution",
     "prefill",
     "profile",
+    "rows_apart",
     "span_of",
     "swiglu",
 ]

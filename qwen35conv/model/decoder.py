@@ -115,6 +115,8 @@ class Decoder:
             ids, lengths = padding.packed(ids), padding.lengths
             positions = None if positions is None else padding.packed(positions)
         batch, n_steps = ids.shape
+        if cache is not None and len(cache.lengths) != batch:
+            raise CallError(f"cache: made for {len(cache.lengths)} rows, found {batch}")
         if cache is None:
             span = span_of(n_steps, [0] * batch, lengths, positions=positions, stepwise=stepwise)
         else:

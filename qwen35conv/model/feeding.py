@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from qwen35conv.model.attention import AttentionState
 from qwen35conv.model.cache import Cache
-from qwen35conv.model.decoder import Decoder
+from qwen35conv.model.decoder import Block, Decoder
+from qwen35conv.model.gated_delta_net import DeltaCache
 from qwen35conv.model.padding import padding_of
-from qwen35conv.model.span import CallError
+from qwen35conv.model.span import CallError, Span
 
 CHUNK = 512  # positions of a prompt that go through the layers at once
 MOST_APPENDED = 4
@@ -84,12 +86,25 @@ def independent_rows(
     spans = [cache.span(row.shape[1]) for cache, row in zip(caches, ids, strict=True)]
     hidden = [decoder.embed(row) if row.size else mx.zeros((1, 0, decoder.config.hidden_size)) for row in ids]
     for i in range(decoder.config.n_layers):
-        block = decoder.block(i)
-        for row in active:
-            hidden[row] = block(hidden[row], spans[row], caches[row].layers[i])
-            mx.eval(hidden[row], caches[row].layers[i].arrays())
-        del block
+        states = [caches[row].layers[i] for row in active]
+        after = rows_apart(decoder.block(i), [hidden[row] for row in active], [spans[row] for row in active], states)
+        for row, x in zip(active, after, strict=True):
+            hidden[row] = x
     for row in active:
         caches[row].move(spans[row])
         hidden[row] = decoder.final_norm(hidden[row])
     return hidden
+
+
+def rows_apart(
+    block: Block,
+    rows: Sequence[mx.array],  # [1, T, hidden] each
+    spans: Sequence[Span],
+    states: Sequence[AttentionState | DeltaCache],
+) -> list[mx.array]:
+    """What one layer makes of each row on its own."""
+    after = []
+    for x, span, state in zip(rows, spans, states, strict=True):
+        after.append(block(x, span, state))
+        mx.eval(after[-1], state.arrays())
+    return after
