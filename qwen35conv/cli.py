@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from qwen35conv.errors import DestinationError, Qwen35ConvError
+from qwen35conv.errors import Qwen35ConvError
 from qwen35conv.version import __version__
 
 if TYPE_CHECKING:
@@ -120,6 +120,9 @@ def inspect(
     save: Annotated[
         Optional[Path], typer.Option("--report", metavar="FILE", help="Save the screen as FILE.html or FILE.svg.")
     ] = None,
+    lora_targets: Annotated[
+        bool, typer.Option("--lora-targets", help="List the modules that a LoRA adapter may target.")
+    ] = False,
     keep_vision: KeepVisionOpt = False,
     mtp: MtpOpt = MtpChoice.drop,
     assume: AssumeOpt = None,
@@ -136,6 +139,9 @@ def inspect(
 
         checkpoint = read_checkpoint(open_source(source), ignore_index=ignore_index)
         inspection = inspect_checkpoint(checkpoint, _options(keep_vision, mtp, assume, repair))
+        if lora_targets and inspection.plan is not None:
+            report.show_lora_targets(inspection.plan, as_json=as_json)
+            return
         report.show_inspection(inspection, as_json=as_json, all_tensors=tensors, report=save)
         if inspection.problem is not None:
             raise typer.Exit(inspection.problem.exit_code)
@@ -164,17 +170,15 @@ def convert(
     """Write the canonical form of a checkpoint to a new folder, whole or not at all."""
     with _reporting("convert", as_json, debug):
         from qwen35conv import report
-        from qwen35conv.convert import carry_out, prepare
+        from qwen35conv.convert import carry_out, check_target, prepare
         from qwen35conv.planning.plan import make_plan
         from qwen35conv.source import open_source, read_checkpoint
 
         options = _options(keep_vision, mtp, assume, repair, norm_dtype, max_shard_size, tie_embeddings)
-        if not overwrite and not dry_run and os.path.lexists(destination):
-            raise DestinationError(f"{destination}: exists", hint="choose another folder, or --overwrite to replace it")
         opened = open_source(source)
-        preparation = prepare(
-            opened, make_plan(read_checkpoint(opened, ignore_index=ignore_index), options), destination, jobs=jobs
-        )
+        check_target(opened, destination, overwrite=overwrite)
+        plan = make_plan(read_checkpoint(opened, ignore_index=ignore_index), options)
+        preparation = prepare(opened, plan, destination, jobs=jobs)
         if dry_run:
             report.show_plan(preparation, as_json=as_json)
             return
@@ -208,6 +212,7 @@ def verify(
     atol: Annotated[Optional[float], typer.Option("--atol", min=0, help="How far logits may lie apart.")] = None,
     dtype: Annotated[RunChoice, typer.Option("--dtype", help="What weights are read as.")] = RunChoice.source,
     deep: Annotated[bool, typer.Option("--deep", help="Every value, and the invariants of the forward pass.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Show where the time of a forward pass goes.")] = False,
     max_memory: Annotated[
         Optional[str],
         typer.Option("--max-memory", metavar="SIZE", help="Keep the model in memory up to this size, such as 8GB."),
@@ -220,6 +225,10 @@ def verify(
     given = [text for text in (prompt, prompt_file, tokens) if text is not None]
     if len(given) > 1:
         raise typer.BadParameter("--prompt, --prompt-file and --tokens exclude each other")
+    if chat and prompt is None and prompt_file is None:
+        raise typer.BadParameter("--chat needs --prompt or --prompt-file")
+    if atol is not None and reference is None:
+        raise typer.BadParameter("--atol needs --reference")
     with _reporting("verify", as_json, debug):
         from qwen35conv import report
         from qwen35conv import verify as room
@@ -229,7 +238,7 @@ def verify(
         found = read_checkpoint(opened, ignore_index=ignore_index)
         plan = room.plan_to_verify(found)
         options = room.VerifyOptions(
-            original=None if source is None else room.open_original(source, plan),
+            original=None if source is None else room.open_original(source, found, plan),
             prompt=prompt if prompt_file is None else room.read_prompt(prompt_file),
             tokens=None if tokens is None else _token_ids(tokens),
             chat=chat,
@@ -239,6 +248,7 @@ def verify(
             atol=atol,
             dtype=room.RunDtype(dtype.value),
             deep=deep,
+            profile=profile,
             max_memory=None if max_memory is None else _size("--max-memory", max_memory),
         )
         with report.steps("verify") as on_progress:

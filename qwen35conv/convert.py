@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from qwen35conv.errors import CheckpointError, DestinationError, SourceError
 from qwen35conv.facts.checkpoint import CONFIG, INDEX, few
-from qwen35conv.facts.header import TensorInfo, build_header
+from qwen35conv.facts.header import LFS_POINTER, TensorInfo, build_header
 from qwen35conv.fixes import fixed
 from qwen35conv.generation.convention import Generation
 from qwen35conv.planning.pieces import Write
@@ -41,6 +41,7 @@ from qwen35conv.planning.sidecar import (
 )
 from qwen35conv.source import LocalSource, Source, read_checkpoint, read_header
 from qwen35conv.version import __version__
+from qwen35conv.writing.journal import JOURNAL
 from qwen35conv.writing.writer import (
     BUFFER_BYTES,
     METADATA,
@@ -114,6 +115,7 @@ def prepare(source: Source, plan: Plan, destination: Path, *, jobs: int | None =
     checkpoint = plan.checkpoint
     config = build_config(plan)
     files = side_files(checkpoint)
+    _check_pointers(source, files)
     n_jobs = jobs or default_jobs()
     shards = (*plan.shards, *plan.sidecar)
     n_side = sum(checkpoint.listing[file] for file in files.copied)
@@ -177,10 +179,9 @@ def carry_out(
     """As `write`, from what was prepared."""
     begun = time.monotonic()
     plan, destination, aside = preparation.plan, preparation.destination, preparation.sidecar
-    folder = source.local_path("")
     for target in (destination, aside):
-        if target is not None and folder is not None:
-            check_destination(folder, target)
+        if target is not None:
+            check_target(source, target, overwrite=overwrite)
     _check_unchanged(source, plan)
     key = conversion_key(plan)
     with ExitStack() as stack:
@@ -202,6 +203,20 @@ def carry_out(
             n_headers, n_tensors, n_gains = n_headers + proof[0], n_tensors + proof[1], n_gains + proof[2]
         verification = _verify(plan, partial.folder) if check else None
     return Outcome(preparation, written, time.monotonic() - begun, n_headers, n_tensors, n_gains, verification)
+
+
+def check_target(source: Source, destination: Path, *, overwrite: bool = False) -> None:
+    """Raises DestinationError where a folder can't be made: it exists, is the source, or stands below a file."""
+    folder = source.local_path("")
+    if folder is not None:
+        check_destination(folder, destination)
+    if os.path.lexists(destination):
+        if not overwrite and not (destination / JOURNAL).is_file():  # a journal: published, and not yet cleaned up
+            raise DestinationError(f"{destination}: exists", hint="choose another folder, or --overwrite to replace it")
+        return
+    parent = next(place for place in destination.absolute().parents if os.path.lexists(place))
+    if not parent.is_dir():
+        raise DestinationError(f"{destination}: {parent} is no folder", hint="choose another destination")
 
 
 def prove(source: Source, plan: Plan, shards: Sequence[PlanShard], folder: Path) -> tuple[int, int, int]:
@@ -286,6 +301,17 @@ def _check_unchanged(source: Source, plan: Plan) -> None:
             raise SourceError(
                 f"{source.label}/{file}: the file changed since it was planned",
                 hint="wait until it is whole, then run the same command again",
+            )
+
+
+def _check_pointers(source: Source, files: SideFiles) -> None:
+    """Raises SourceError for a side file that is only a Git LFS pointer: a tokenizer would be lost without a word."""
+    for file in files.copied:
+        n_bytes = min(source.listing[file], len(LFS_POINTER))
+        if source.read(file, [(0, n_bytes)])[0] == LFS_POINTER:
+            raise SourceError(
+                f"{source.label}/{file}: a Git LFS pointer, not the file itself",
+                hint="run `git lfs pull` in the repository, or download the file from the Hub",
             )
 
 

@@ -17,6 +17,7 @@ from qwen35conv.errors import Qwen35ConvError, SourceError
 from qwen35conv.facts.checkpoint import (
     CONFIG,
     INDEX,
+    SET_NAME,
     SUFFIX,
     Checkpoint,
     Finding,
@@ -115,22 +116,33 @@ def open_source(spec: str) -> LocalSource:
 
     Raises SourceError where nothing is there.
     """
-    path = Path(spec).expanduser()
     try:
+        path = Path(spec).expanduser()
         if path.is_dir():
             return LocalSource(path, spec)
         if path.is_file():
             if path.suffix != SUFFIX:
                 raise SourceError(f"{spec}: not a folder, and not a {SUFFIX} file", hint="give the checkpoint's folder")
+            _refuse_part_of_set(path)
             return LocalSource(path.parent, spec, only=path.name)
         exists = path.exists()
     except OSError as error:
         raise SourceError(f"{shown(spec)}: can't be opened: {error.strerror or error}") from error
-    except ValueError as error:
-        raise SourceError(f"{shown(spec)}: no valid path: {error}") from error
+    except (ValueError, RuntimeError) as error:
+        raise SourceError(f"{shown(spec)}: no valid path: {error}", hint="check the path") from error
     if exists:
         raise SourceError(f"{spec}: neither a folder nor a regular file")
-    raise SourceError(f"{shown(spec)}: no such folder or file", hint="check the path; it was not found on this machine")
+    hint = "check the path; it was not found on this machine"
+    if _HUB_ID.fullmatch(spec):
+        hint += f". A Hub repository must be downloaded first: hf download {spec} --local-dir {path.name}"
+    raise SourceError(f"{shown(spec)}: no such folder or file", hint=hint)
+
+
+def _refuse_part_of_set(path: Path) -> None:
+    """Raises SourceError for one file of several: read alone, the others' tensors would seem to be missing."""
+    match = SET_NAME.fullmatch(path.name)
+    if match is not None and int(match["n"]) > 1:
+        raise SourceError(f"{path.name}: one of {int(match['n'])} shards", hint="give the folder that holds them all")
 
 
 def read_checkpoint(source: Source, *, ignore_index: bool = False) -> Checkpoint:
@@ -142,7 +154,7 @@ def read_checkpoint(source: Source, *, ignore_index: bool = False) -> Checkpoint
     weight_map = None
     if INDEX in listing and not ignore_index:
         weight_map = parse_index(_read_json(source, INDEX))
-    chosen = choose_files(source.label, listing, weight_map)
+    chosen = choose_files(source.label, listing, weight_map, check_sets=not ignore_index)
     if CONFIG not in listing:
         raise SourceError(f"{source.label}: no {CONFIG} beside the shards", hint="fetch it from the model's repository")
     config = parse_config(f"{source.label}/{CONFIG}", _read_json(source, CONFIG))
@@ -204,18 +216,27 @@ def _walk(folder: Path, prefix: str, depth: int = 0) -> Iterator[tuple[str, int]
             return  # a subfolder of no concern
         raise SourceError(f"{folder}: can't be read: {error.strerror or error}") from error
     for entry in listed:
+        name = f"{prefix}{entry.name}"
+        if not _is_text(name):
+            if not prefix and entry.name.endswith(SUFFIX):
+                raise SourceError(f"{shown(name)}: the file's name is not valid UTF-8", hint="rename it")
+            continue  # no document could name it
         try:
             if entry.is_dir(follow_symlinks=False):
                 if depth < _MAX_DEPTH and entry.name != ".git":
-                    yield from _walk(Path(entry.path), f"{prefix}{entry.name}/", depth + 1)
+                    yield from _walk(Path(entry.path), f"{name}/", depth + 1)
             elif stat.S_ISREG((found := entry.stat()).st_mode):
-                yield f"{prefix}{entry.name}", found.st_size
-        except OSError as error:
-            if not prefix and entry.name.endswith(SUFFIX):  # a link into a cache whose file is gone
-                raise SourceError(
-                    f"{folder / entry.name}: can't be read: {error.strerror or error}",
-                    hint="a dangling link: fetch the file again",
-                ) from error
+                yield name, found.st_size
+        except OSError:
+            continue  # a link that leads nowhere: as good as no file
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_exactly(descriptor: int, path: Path, n_bytes: int) -> bytes:

@@ -75,6 +75,13 @@ def test_every_spelling_of_the_family_is_known(model_type: str | None, text_type
     assert parse(document).model_type == ("qwen3_5_moe" if sparse else "qwen3_5")
 
 
+def test_another_architecture_inside_is_refused_too() -> None:
+    document = tiny.make_config(tiny.SMALL)
+    document["text_config"]["model_type"] = "qwen4_exp_text"
+    with pytest.raises(CheckpointError, match="qwen4_exp_text"):
+        parse(document)
+
+
 @pytest.mark.parametrize("model_type", ["qwen4_exp", "llama", "qwen3_next", "", None, 3])
 def test_another_architecture_is_refused_by_name(model_type: Any) -> None:
     document = tiny.make_config(tiny.SMALL, text_only=True) | {"model_type": model_type}
@@ -91,6 +98,7 @@ def test_another_architecture_is_refused_by_name(model_type: Any) -> None:
         ("num_hidden_layers", 10**9),
         ("num_hidden_layers", True),
         ("rms_norm_eps", "tiny"),
+        ("rope_theta", 10**400),
         ("layer_types", ["linear_attention"]),
         ("layer_types", ["sliding"] * 4),
         ("tie_word_embeddings", "yes"),
@@ -98,11 +106,21 @@ def test_another_architecture_is_refused_by_name(model_type: Any) -> None:
     ],
 )
 def test_a_wrong_value_names_its_key(key: str, value: Any) -> None:
+    document = tiny.make_config(tiny.SMALL, text_only=True)
+    del document["rope_parameters"]
     with pytest.raises(CheckpointError, match=key):
-        parse(tiny.make_config(tiny.SMALL, text_only=True) | {key: value})
+        parse(document | {key: value})
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff\xfe", b"3", b"[" * 100_000], ids=range(6))
+DEEP = b'{"a":' * 60 + b"1" + b"}" * 60
+POINTER = b"version https://git-lfs.github.com/spec/v1\n"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"[]", b"\xff\xfe", b"3", b"[" * 100_000, DEEP, b'{"a": "\\ud800"}', POINTER],
+    ids=range(9),
+)
 def test_no_json_is_a_source_that_cannot_be_read(raw: bytes) -> None:
     with pytest.raises(SourceError):
         parse_config("config.json", raw)

@@ -18,6 +18,7 @@ from qwen35conv import Options, make_plan, open_source, read_checkpoint, write
 from qwen35conv.convert import Outcome, conversion_key, prepare
 from qwen35conv.errors import DestinationError, SourceError
 from qwen35conv.planning.plan import Mtp
+from qwen35conv.verify import Step, VerifyOptions, open_original, plan_to_verify, verify
 
 
 def convert(source: Path, destination: Path, options: Options | None = None, **how: Any) -> Outcome:
@@ -201,13 +202,33 @@ def test_stale_quantisation_keys_go(tmp_path: Path, made: tiny.Made) -> None:
     assert not {"quantization", "quantization_config"} & set(written)
 
 
+def test_a_side_file_that_is_only_a_pointer_stops(source: Path, tmp_path: Path) -> None:
+    (source / "tokenizer.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(SourceError, match=r"tokenizer\.json: a Git LFS pointer"):
+        convert(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("options", [Options(mtp=Mtp.KEEP), Options(keep_vision=True)], ids=["mtp", "vision"])
+def test_what_was_kept_is_compared_with_the_source_too(source: Path, tmp_path: Path, options: Options) -> None:
+    convert(source, tmp_path / "out", options)
+    opened = open_source(str(tmp_path / "out"))
+    checkpoint = read_checkpoint(opened)
+    plan = plan_to_verify(checkpoint)
+    original = open_original(str(source), checkpoint, plan)
+    (check,) = verify(opened, plan, checkpoint, VerifyOptions(steps=(Step.SOURCE,), original=original)).checks
+    assert check.passed, check.summary
+
+
 def test_an_existing_destination_is_refused_or_replaced_whole(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("old")
+    with pytest.raises(DestinationError, match="is no checkpoint"):
+        convert(source, tmp_path / "out", overwrite=True)
+    (tmp_path / "out" / "config.json").write_text("{}")
     with pytest.raises(DestinationError) as caught:
         convert(source, tmp_path / "out")
     assert caught.value.exit_code == 4
-    assert digests(tmp_path / "out").keys() == {"old"}
+    assert digests(tmp_path / "out").keys() == {"old", "config.json"}
     convert(source, tmp_path / "out", overwrite=True)
     assert "old" not in digests(tmp_path / "out")
     assert "config.json" in digests(tmp_path / "out")

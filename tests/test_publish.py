@@ -210,13 +210,36 @@ def test_a_target_that_holds_the_current_folder_is_never_replaced(
     assert names(tmp_path) == ["out"]
 
 
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious.txt").write_text("mine")
+    refused(tmp_path / "out", overwrite=True)
+    assert names(tmp_path / "out") == ["precious.txt"]
+
+
+def test_a_partial_folder_with_a_strangers_journal_is_not_emptied(tmp_path: Path) -> None:
+    folder = tmp_path / "out.partial"
+    folder.mkdir()
+    (folder / ".journal.jsonl").write_text("hello")
+    (folder / "mine.txt").write_text("mine")
+    refused(tmp_path / "out")
+    assert names(folder) == [".journal.jsonl", "mine.txt"]
+
+
+def test_a_pipe_as_journal_is_an_error_and_no_wait(tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    os.mkfifo(tmp_path / "out.partial" / ".journal.jsonl")
+    refused(tmp_path / "out")
+
+
 def test_overwrite_replaces_the_old_only_after_the_new_is_whole(tmp_path: Path) -> None:
     (tmp_path / "out" / "sub").mkdir(parents=True)
     (tmp_path / "out" / "sub" / "old").write_text("old")
+    (tmp_path / "out" / "config.json").write_text("{}")
     stop_after(tmp_path / "out", SHARD, overwrite=True)
-    assert names(tmp_path / "out") == ["sub"]
+    assert names(tmp_path / "out") == ["config.json", "sub"]
     with publishing(tmp_path / "out", key="key", overwrite=True):
-        assert names(tmp_path / "out") == ["sub"]
+        assert names(tmp_path / "out") == ["config.json", "sub"]
     assert names(tmp_path) == ["out"]
     assert names(tmp_path / "out") == [SHARD]
 
@@ -270,10 +293,10 @@ def test_a_crash_while_replacing_loses_neither_and_the_next_run_puts_it_right(
 ) -> None:
     target = tmp_path / "out"
     target.mkdir()
-    (target / "old").write_text("old")
+    (target / "old.safetensors").write_text("old")
     killed_at(rename, target)
     found = {path.name for path in tmp_path.rglob("*")}
-    assert {"old", SHARD} <= found, "both the old and the new can be had"
+    assert {"old.safetensors", SHARD} <= found, "both the old and the new can be had"
     if again == "overwrite":
         with publishing(target, key="key", overwrite=True) as partial:
             assert set(partial.finished) == ({SHARD} if rename < 2 else set())
@@ -284,7 +307,7 @@ def test_a_crash_while_replacing_loses_neither_and_the_next_run_puts_it_right(
         assert names(target) == [SHARD]
     else:
         refused(target)
-        assert names(target) == (["old"] if rename < 2 else [SHARD])
+        assert names(target) == (["old.safetensors"] if rename < 2 else [SHARD])
         assert names(tmp_path) == (["out", "out.partial"] if rename < 2 else ["out"])
 
 

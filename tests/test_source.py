@@ -133,7 +133,7 @@ def _map(folder: Path, change: Callable[[dict[str, str]], dict[str, str]]) -> No
 
 UNREADABLE: list[tuple[Callable[[Path], None], str]] = [
     (_missing_shard, f"1 of 2 shards that the index names are missing: {SECOND}"),
-    (_dangling_link, f"{SECOND}: can't be read"),
+    (_dangling_link, f"1 of 2 shards that the index names are missing: {SECOND}"),
     (_truncated, f"{SECOND}: truncated"),
     (_empty, f"{SECOND}: the file is empty"),
     (_pointer, f"{SECOND}: a Git LFS pointer"),
@@ -159,7 +159,24 @@ def test_what_cannot_be_read_is_one_error_with_exit_3(
     assert caught.value.exit_code == 3
 
 
-@pytest.mark.parametrize("spec", ["no/such/folder", "./typo", "a\0b", "x" * 5000], ids=range(4))
+def test_shards_are_held_to_what_their_names_say(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    (folder / FIRST).unlink()
+    with pytest.raises(SourceError, match=f"1 shards that the others' names speak of are missing: {FIRST}"):
+        read(folder)
+    with pytest.raises(SourceError, match="one of 2 shards"):
+        open_source(str(folder / SECOND))
+
+
+def test_a_name_that_is_no_text_is_an_error_only_for_a_shard(folder: Path) -> None:
+    (folder / os.fsdecode(b"\xff.txt")).write_bytes(b"")
+    assert len(read(folder).tensors) == len(tiny.make().raw)
+    (folder / os.fsdecode(b"\xff.safetensors")).write_bytes(b"")
+    with pytest.raises(SourceError, match="not valid UTF-8"):
+        read(folder)
+
+
+@pytest.mark.parametrize("spec", ["~nosuchuser/x", "no/such/folder", "./typo", "a\0b", "x" * 5000], ids=range(5))
 def test_a_path_that_is_not_there_says_so(spec: str) -> None:
     with pytest.raises(SourceError):
         open_source(spec)

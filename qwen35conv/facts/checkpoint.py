@@ -5,6 +5,7 @@ Everything here is made from a file listing, parsed headers and parsed JSON; not
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +19,7 @@ from qwen35conv.generation.convention import Gain
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 SUFFIX = ".safetensors"
+SET_NAME = re.compile(r"(?P<stem>.+)-(?P<i>\d{5})-of-(?P<n>\d{5})\.safetensors")
 _INCOMPLETE = (".incomplete", ".part", ".aria2", ".crdownload")
 _LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "modules_to_save")
 
@@ -128,8 +130,12 @@ def is_plain_name(file: str) -> bool:
     return bool(file) and file not in (".", "..") and not any(c in file for c in "/\\:\0") and file.isprintable()
 
 
-def choose_files(label: str, listing: Mapping[str, int], weight_map: Mapping[str, str] | None) -> ShardSet:
+def choose_files(
+    label: str, listing: Mapping[str, int], weight_map: Mapping[str, str] | None, *, check_sets: bool = True
+) -> ShardSet:
     """The shards of a checkpoint: those that the index names, or without one all at the top of the folder.
+
+    `check_sets` holds file names to their own word: of shards called 2 of 3 and 3 of 3 the first is missing.
 
     Raises SourceError for an incomplete set, and says what was found instead of shards.
     """
@@ -138,6 +144,11 @@ def choose_files(label: str, listing: Mapping[str, int], weight_map: Mapping[str
     if weight_map is None:
         if not top:
             raise _no_weights(label, listing)
+        if check_sets and (absent := _absent_from_sets(top)):
+            raise SourceError(
+                f"{label}: incomplete: {len(absent)} shards that the others' names speak of are missing: {few(absent)}",
+                hint="finish the download, or use --ignore-index if these files hold a whole checkpoint",
+            )
         return ShardSet(tuple(top), tuple(file for file in stored if "/" in file), None)
     wanted = sorted(set(weight_map.values()))
     missing = [file for file in wanted if file not in listing]
@@ -150,6 +161,20 @@ def choose_files(label: str, listing: Mapping[str, int], weight_map: Mapping[str
             hint="finish the download, or use --ignore-index if these files hold a whole checkpoint under other names",
         )
     return ShardSet(tuple(wanted), tuple(file for file in stored if file not in set(wanted)), weight_map)
+
+
+def _absent_from_sets(files: Iterable[str]) -> list[str]:
+    """The files that names like `model-00002-of-00003.safetensors` promise, and that are not there."""
+    sets: dict[tuple[str, str], set[int]] = {}
+    for file in files:
+        if (match := SET_NAME.fullmatch(file)) is not None:
+            sets.setdefault((match["stem"], match["n"]), set()).add(int(match["i"]))
+    return [
+        f"{stem}-{i:05d}-of-{n}{SUFFIX}"
+        for (stem, n), found in sets.items()
+        for i in range(1, int(n) + 1)
+        if i not in found
+    ]
 
 
 def few(names: Iterable[str], n: int = 3) -> str:

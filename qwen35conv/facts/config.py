@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from qwen35conv.errors import CheckpointError, SourceError
+from qwen35conv.facts.header import LFS_POINTER
 
 DENSE, SPARSE = "qwen3_5", "qwen3_5_moe"
 _FAMILY = {
@@ -21,6 +22,8 @@ MLX_MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
 DEFAULT_THETA = 10_000_000.0
 _MAX_LAYERS = 4096  # far above any release; a bound for the tables made from it
 _MAX_SIZE = 2**31
+_MAX_NUMBER = 1e300
+_MAX_DEPTH = 50
 
 
 class LayerKind(Enum):
@@ -110,14 +113,33 @@ class ModelConfig:
 
 def parse_json(where: str, raw: bytes) -> dict[str, Any]:
     """A JSON object from a file beside the weights. Raises SourceError where it is none."""
+    if raw.startswith(LFS_POINTER):
+        raise SourceError(
+            f"{where}: a Git LFS pointer, not the file itself",
+            hint="run `git lfs pull` in the repository, or download the file from the Hub",
+        )
     try:
-        document = json.loads(raw.decode("utf-8-sig"))
+        text = raw.decode("utf-8-sig")
+        document = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(document, ensure_ascii=False).encode()  # half a character can't be written again
     except (ValueError, RecursionError) as error:
         kind = "nested too deep" if isinstance(error, RecursionError) else f"not valid JSON: {error}"
         raise SourceError(f"{where}: {kind}", hint="fetch this file again") from error
+    if _depth_exceeds(document, _MAX_DEPTH):
+        raise SourceError(f"{where}: nested deeper than {_MAX_DEPTH} levels", hint="this is no model's file")
     if not isinstance(document, dict):
         raise SourceError(f"{where}: expected a JSON object, found {type(document).__name__}")
     return document
+
+
+def _depth_exceeds(value: Any, levels: int) -> bool:
+    """Whether objects and lists are nested deeper than that many levels."""
+    if not isinstance(value, dict | list) or not value:
+        return False
+    if levels == 0:
+        return True
+    return any(_depth_exceeds(inner, levels - 1) for inner in (value.values() if isinstance(value, dict) else value))
 
 
 def parse_config(where: str, raw: bytes) -> ModelConfig:
@@ -192,7 +214,7 @@ class _Reader:
         value = self.entries.get(key)
         if value is None:
             return default
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if type(value) not in (int, float) or not 0 < value < _MAX_NUMBER:
             raise self.fail(key, "a positive number")
         return float(value)
 
@@ -208,9 +230,10 @@ class _Reader:
 def _model_type(where: str, document: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     named = [level.get("model_type") for level in (document, text)]
     found = next((_FAMILY[name] for name in named if isinstance(name, str) and name in _FAMILY), None)
-    if found is None or (isinstance(named[0], str) and named[0] not in _FAMILY):
+    foreign = [name for name in named if name is not None and (not isinstance(name, str) or name not in _FAMILY)]
+    if found is None or foreign:
         raise CheckpointError(
-            f"{where}: model_type {str(named[0])[:60]!r} is not of the Qwen3.5 family",
+            f"{where}: model_type {str((foreign or named)[0])[:60]!r} is not of the Qwen3.5 family",
             hint=f"this tool converts {', '.join(_FAMILY)}; the gains of other architectures follow other rules",
         )
     return SPARSE if any(_FAMILY.get(str(name)) == SPARSE for name in named) else found

@@ -243,11 +243,11 @@ def _no_constant(text: str) -> float:
 
 
 def _check_text(where: str, entries: Mapping[str, Any]) -> None:
-    """Names must be text that can be written again: JSON can spell half a character."""
+    """Names and metadata must be text that can be written again: JSON can spell half a character."""
     try:
         "".join(entries).encode()
     except UnicodeEncodeError as error:
-        raise HeaderError(f"{where}: a tensor name in the header is not valid Unicode") from error
+        raise HeaderError(f"{where}: a name or its metadata in the header is not valid Unicode") from error
 
 
 def _parse_metadata(where: str, entry: Any) -> tuple[tuple[str, str], ...]:
@@ -255,6 +255,7 @@ def _parse_metadata(where: str, entry: Any) -> tuple[tuple[str, str], ...]:
         return ()
     if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
         raise HeaderError(f"{where}: __metadata__ must map strings to strings")
+    _check_text(where, {**entry, "".join(entry.values()): None})
     return tuple(sorted(entry.items()))
 
 

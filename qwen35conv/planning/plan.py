@@ -413,6 +413,8 @@ def _findings(
         text = "the draft head stays in the result: mlx-lm up to 0.31, mlx-bun 0.4 and mlx-swift-lm before mid-2026 " \
                "will shift the trunk's gains a second time"  # fmt: skip
         found.append(Finding("mtp-kept", text, Severity.WARNING))
+    if options.mtp is not Mtp.DROP and verdicts.head is not None:
+        found += [Finding("mtp-gains", text, Severity.WARNING) for text in verdicts.head.warnings]
     if config.has_vision and options.keep_vision and not regions[Region.VISION]:
         found.append(Finding("vision-declared", "config.json promises a vision tower, but no tensor of one is stored"))
     if not config.rope.theta_given:

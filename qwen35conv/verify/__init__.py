@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from qwen35conv.errors import SourceError
 from qwen35conv.facts.checkpoint import Checkpoint
 from qwen35conv.facts.header import Dtype
 from qwen35conv.facts.layout import TRUNK_PREFIX, Role, parse_name
@@ -35,6 +36,7 @@ from qwen35conv.verify.memory import allowed_memory, model_bytes
 from qwen35conv.verify.prompt import check_prompt
 from qwen35conv.verify.reference import check_reference, read_reference
 from qwen35conv.verify.structure import check_structure
+from qwen35conv.verify.timing import check_timing
 from qwen35conv.verify.tokens import TextError
 from qwen35conv.verify.values import check_values
 from qwen35conv.view import View, open_view
@@ -55,6 +57,7 @@ __all__ = [
     "verify",
 ]
 
+_PROFILE_TOKENS = 128
 _DEEP_TOKENS = 33  # positions that the invariants are asked over, where no prompt is given
 
 
@@ -68,21 +71,23 @@ def plan_to_verify(checkpoint: Checkpoint) -> Plan:
     return make_plan(checkpoint, Options(assume=assume), verdicts)
 
 
-def open_original(spec: str, result: Plan) -> Original:
+def open_original(spec: str, checkpoint: Checkpoint, plan: Plan) -> Original:
     """What a result was made from, under the plan that the result's own tensors speak of.
 
     Raises SourceError where it can't be read, CheckpointError where no plan leads from it to such a result.
     """
     source = open_source(spec)
-    return Original(source, plan_like(read_checkpoint(source), result))
+    return Original(source, plan_like(read_checkpoint(source), plan_of_all(checkpoint, plan)))
 
 
 def read_prompt(file: Path) -> str:
     """The text of a file. Raises TextError where it has none."""
     try:
         return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TextError(f"{file}: can't be read as text: {error}") from error
+    except OSError as error:
+        raise SourceError(f"{file}: can't be read: {error.strerror or error}", hint="check the path") from error
+    except UnicodeDecodeError as error:
+        raise TextError(f"{file}: is no UTF-8 text", hint="give a plain text file") from error
 
 
 def verify(
@@ -113,7 +118,7 @@ def verify(
     weights = Weights(view, run_plan.packing, options.dtype.array_dtype)
     if Step.KERNEL in steps:
         checks.append(check_kernel(config, weights, options.backend, brief=options.brief))
-    forward = [step for step in (Step.PROMPT, Step.REFERENCE, Step.INVARIANTS) if step in steps]
+    forward = [step for step in (Step.PROMPT, Step.REFERENCE, Step.INVARIANTS, Step.PROFILE) if step in steps]
     if not forward:
         return Verification(tuple(checks))
     decoder = _load(view, weights, run_plan, checkpoint, options)
@@ -131,6 +136,9 @@ def verify(
     if Step.INVARIANTS in forward and options.deep:
         ids = np.random.default_rng(0).integers(0, decoder.head.n_rows, (1, _DEEP_TOKENS))
         checks.append(_naming(check_invariants(decoder, ids, on_progress), opaque))
+    if Step.PROFILE in forward and options.profile:
+        ids = np.random.default_rng(0).integers(0, decoder.head.n_rows, (1, _PROFILE_TOKENS))
+        checks.append(_naming(check_timing(decoder, ids, on_progress), opaque))
     return Verification(tuple(checks))
 
 

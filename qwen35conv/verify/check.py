@@ -26,6 +26,7 @@ class Step(str, Enum):
     PROMPT = "prompt"
     REFERENCE = "reference"
     INVARIANTS = "invariants"
+    PROFILE = "profile"
 
 
 QUICK = (Step.STRUCTURE, Step.VALUES, Step.KERNEL)  # what `convert` runs on its result
@@ -68,6 +69,7 @@ class VerifyOptions:
     atol: float | None = None
     dtype: RunDtype = RunDtype.SOURCE
     deep: bool = False
+    profile: bool = False  # time the phases of the forward pass
     brief: bool = False  # the kernel step takes one head of the layer, so that nothing large is read
     max_memory: int | None = None  # bytes up to which layers stay in memory; None: a fraction of what is free
 

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,8 +100,10 @@ def open_journal(folder: Path) -> Journal | None:
 
     Raises DestinationError where another process holds it, and OSError where it can't be opened.
     """
-    descriptor = os.open(folder / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    descriptor = os.open(folder / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise DestinationError(f"{folder / JOURNAL}: not a regular file", hint="move it away")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), (folder / JOURNAL).stat()):

@@ -170,8 +170,15 @@ def _open_partial(folder: Path) -> Journal:
                 hint="move it away, or choose another destination",
             )
         journal = open_journal(folder)
-        if journal is not None:
-            return journal
+        if journal is None:
+            continue
+        if others and not journal.key and set(others) != {JOURNAL}:
+            journal.close()
+            raise DestinationError(
+                f"{folder}: is needed for the work, but its journal is no conversion's; it holds {shown(others[0])}",
+                hint="move it away, or choose another destination",
+            )
+        return journal
 
 
 def _begin(folder: Path, journal: Journal, key: str) -> None:
@@ -214,6 +221,12 @@ def _refuse_existing(target: Path, overwrite: bool) -> None:
         raise DestinationError(f"{target}: exists and is no folder", hint="choose another destination")
     if not overwrite:
         raise DestinationError(f"{target}: exists", hint="choose another destination, or --overwrite replaces it")
+    names = [path.name for path in target.iterdir()]
+    if names and not any(name == "config.json" or name.endswith(".safetensors") for name in names):
+        raise DestinationError(
+            f"{target}: is no checkpoint and is not replaced: it holds {shown(names[0])}",
+            hint="remove it yourself, or choose another destination",
+        )
     for kept in (Path.cwd(), Path.home()):
         if _is_within(kept, target):
             raise DestinationError(f"{target}: holds {kept} and is not replaced", hint="choose another destination")
@@ -248,7 +261,10 @@ def _resolved(path: Path) -> Path:
 def _linked(folder: Path) -> Iterator[Path]:
     """Where the links among a folder's files lead."""
     with suppress(OSError), os.scandir(folder) as entries:
-        yield from (_resolved(Path(entry.path)) for entry in entries if entry.is_symlink())
+        for entry in entries:
+            if entry.is_symlink():
+                with suppress(DestinationError):  # a link that leads nowhere leads to no destination
+                    yield _resolved(Path(entry.path))
 
 
 def _is_within(path: Path, folder: Path) -> bool:
