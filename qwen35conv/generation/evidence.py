@@ -32,7 +32,6 @@ from qwen35conv.generation.groups import (
 LOWEST = 0.002  # the share of entries below -1 that a raw trunk may have: gamma is positive
 SMALL = 16  # a model of eight layers or fewer has so many anchors: no published one, and one odd layer is a big share
 TINY = 8  # ... of four layers or fewer
-ALIKE = 0.35  # how far apart the means of a few gamma anchors lie, at most (published roles: 0.2)
 FEW = 3  # fewer anchors than this decide nothing without the layout
 DELTA_CEILING = 0.35  # a raw trunk's median anchor averages less (published: -0.22 to 0.03)
 ROLES_APART = 0.7  # the medians of the two roles lie closer (published: 0.19)
@@ -91,9 +90,7 @@ def weigh(stats: Sequence[GainStats]) -> Weighed:
     middles = middles_by_role(anchors).values()
     close = max(middles) - min(middles) <= ROLES_APART
     close = close and (n > TINY or (n >= 6 and main < 2) or _spread(anchors) < 0.55)
-    # Nothing in a file of its own shows which it is; but where all read as gamma and lie together, the facts may tell.
-    alike = main == 1 and counts[1] == n and _spread(anchors) <= ALIKE
-    lean = _lean(anchors, main, counts, median) if close and (alike or not unproven) else None
+    lean = _lean(anchors, main, counts, median) if close and not unproven else None
     firm = agreed and close and not unproven and n >= FEW and _is_firm(anchors, main, counts, median)
     return _weighed(
         BY_SHIFT[main] if firm else Values.WEAK,
