@@ -52,8 +52,10 @@ def find_parts(anchors: Sequence[GainStats], shifts: Sequence[int | None], main:
 
     found = []
     files = grouped(anchors, lambda a: a.file)
+    middles = middles_by_role(anchors)
+    off = {i for i, a in enumerate(anchors) if abs(a.mean - middles[a.role]) >= 0.5}
     for file, members in sorted(files.items()) if len(files) > 1 else ():
-        held = (apart if len(members) > 1 or main == 2 else moved).intersection(members)
+        held = (apart if len(members) > 1 or main == 2 else moved | off).intersection(members)
         if all(shifts[i] != main for i in members) and len(held) >= len(members) / 2:
             found.append(f"{file}: all {len(members)} of its anchors look like {_looks(shifts, members, main)}")
     layers = {k: v for k, v in grouped(anchors, lambda a: a.layer).items() if k is not None}
@@ -72,7 +74,7 @@ def find_parts(anchors: Sequence[GainStats], shifts: Sequence[int | None], main:
     return found + [
         f"{a.name} looks like {_looks(shifts, [i], main)} (mean {a.mean:.2f})"
         for i, a in enumerate(anchors)
-        if i in foreign and _is_proof(a, main, i in moved)
+        if i in apart and _is_proof(a, main, i in moved)
     ]
 
 
@@ -139,7 +141,13 @@ def _moved(anchors: Sequence[GainStats], shifts: Sequence[int | None], main: int
         middle, reach = centres[a.role]
         step = round(a.mean - middle)
         target = main + step
-        if step == 0 or shifts[i] == main or not 0 <= target <= 2 or abs(a.mean - middle - step) > slack * reach:
+        fallen = main == 2 and step < 0  # one at 1.45 among others at 2.4 is labelled as they are
+        if (
+            step == 0
+            or (shifts[i] == main and not fallen)
+            or not 0 <= target <= 2
+            or abs(a.mean - middle - step) > slack * reach
+        ):
             continue
         if (target == 0 or a.negative_share < NEGATIVE) and (target < 2 or a.below_one_share <= NEGATIVE):
             found.add(i)
@@ -149,7 +157,7 @@ def _moved(anchors: Sequence[GainStats], shifts: Sequence[int | None], main: int
 def _is_proof(anchor: GainStats, main: int, moved: bool) -> bool:
     """Whether a single anchor, alone among others, cannot be what they are."""
     if main == 2:
-        return anchor.below_one_share > NEGATIVE or (anchor.label is GainLabel.GAMMA and moved)
+        return anchor.below_one_share > NEGATIVE or moved
     if main == 0:  # a delta of one and more throughout is a gain shifted twice
         return anchor.label is GainLabel.TWICE
     if anchor.label is GainLabel.CONST0:
