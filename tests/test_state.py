@@ -341,5 +341,5 @@ def peak_of_a_prefill(n_layers: int, n_tokens: int, chunk: int) -> int:
 def test_the_peak_of_a_prefill_grows_neither_with_depth_nor_with_length() -> None:
     shallow, deep = peak_of_a_prefill(2, 192, 64), peak_of_a_prefill(12, 192, 64)
     assert deep < 1.2 * shallow
-    assert peak_of_a_prefill(2, 768, 64) < 3 * shallow  # attention's scores see more keys
+    assert peak_of_a_prefill(2, 768, 64) < 2.2 * shallow  # attention's scores see more keys
     assert peak_of_a_prefill(2, 768, 768) > 4 * shallow  # one shot does grow
