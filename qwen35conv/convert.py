@@ -6,10 +6,12 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,6 +186,8 @@ def carry_out(
             check_target(source, target, overwrite=overwrite)
     _check_unchanged(source, plan)
     key = conversion_key(plan)
+    if check:  # its libraries take as long to load as half a gigabyte to copy, and the writers leave a processor idle
+        threading.Thread(target=import_module, args=("qwen35conv.verify",), daemon=True).start()
     with ExitStack() as stack:
         partial = stack.enter_context(publishing(destination, key=key, overwrite=overwrite))
         beside = stack.enter_context(publishing(aside, key=key, overwrite=overwrite)) if aside is not None else None

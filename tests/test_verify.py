@@ -98,7 +98,7 @@ def test_a_raw_source_and_its_canonical_form_pass_every_step(tmp_path: Path, siz
     for triple, more in ((result, Original(source, plan)), (opened(tmp_path / "raw"), None)):
         found = verify(*triple, replace(options, original=more))
         assert found.exit_code == 0
-        wanted = {"structure", "values", "kernel", "prompt", "invariants"} | ({"source"} if more else set())
+        wanted = {"structure", "values", "kernel", "prompt", "invariants", "serving"} | ({"source"} if more else set())
         assert {check.name for check in found.checks} == wanted
         assert [check.name for check in found.checks if check.passed is not True] == ["prompt"]  # untrained weights
 

@@ -15,7 +15,7 @@ from qwen35conv.facts.checkpoint import Checkpoint
 from qwen35conv.facts.header import Dtype
 from qwen35conv.facts.layout import TRUNK_PREFIX, Role, parse_name
 from qwen35conv.generation.convention import Generation
-from qwen35conv.model import Decoder, Weights, load_decoder
+from qwen35conv.model import Decoder, Weights, load_decoder, lora_targets
 from qwen35conv.planning.plan import NormDtype, Options, Plan, make_plan
 from qwen35conv.planning.verdicts import judge_checkpoint
 from qwen35conv.source import Source, open_source, read_checkpoint
@@ -35,6 +35,7 @@ from qwen35conv.verify.kernel_check import check_kernel
 from qwen35conv.verify.memory import allowed_memory, model_bytes
 from qwen35conv.verify.prompt import check_prompt
 from qwen35conv.verify.reference import check_reference, read_reference
+from qwen35conv.verify.serving import check_serving, first_layers
 from qwen35conv.verify.structure import check_structure
 from qwen35conv.verify.timing import check_timing
 from qwen35conv.verify.tokens import TextError
@@ -57,7 +58,9 @@ __all__ = [
     "verify",
 ]
 
+_FORWARD = (Step.PROMPT, Step.REFERENCE, Step.INVARIANTS, Step.SERVING, Step.PROFILE)  # what needs a decoder
 _PROFILE_TOKENS = 128
+_SERVED_TOKENS = 19
 _DEEP_TOKENS = 33  # positions that the invariants are asked over, where no prompt is given
 
 
@@ -118,7 +121,7 @@ def verify(
     weights = Weights(view, run_plan.packing, options.dtype.array_dtype)
     if Step.KERNEL in steps:
         checks.append(check_kernel(config, weights, options.backend, brief=options.brief))
-    forward = [step for step in (Step.PROMPT, Step.REFERENCE, Step.INVARIANTS, Step.PROFILE) if step in steps]
+    forward = [step for step in _FORWARD if step in steps]
     if not forward:
         return Verification(tuple(checks))
     decoder = _load(view, weights, run_plan, checkpoint, options)
@@ -136,6 +139,11 @@ def verify(
     if Step.INVARIANTS in forward and options.deep:
         ids = np.random.default_rng(0).integers(0, decoder.head.n_rows, (1, _DEEP_TOKENS))
         checks.append(_naming(check_invariants(decoder, ids, on_progress), opaque))
+    if Step.SERVING in forward and options.deep:
+        ids = np.random.default_rng(1).integers(0, decoder.head.n_rows, (1, _SERVED_TOKENS))
+        n_bytes, allowed = model_bytes(run_plan, options.dtype), allowed_memory(options.max_memory)
+        served = first_layers(decoder, n_bytes, allowed)
+        checks.append(_naming(check_serving(served, ids, lora_targets(run_plan), on_progress), opaque))
     if Step.PROFILE in forward and options.profile:
         ids = np.random.default_rng(0).integers(0, decoder.head.n_rows, (1, _PROFILE_TOKENS))
         checks.append(_naming(check_timing(decoder, ids, on_progress), opaque))

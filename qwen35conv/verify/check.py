@@ -26,6 +26,7 @@ class Step(str, Enum):
     PROMPT = "prompt"
     REFERENCE = "reference"
     INVARIANTS = "invariants"
+    SERVING = "serving"
     PROFILE = "profile"
 
 
