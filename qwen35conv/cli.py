@@ -311,6 +311,7 @@ def _stop(what: str, code: int, command: str, as_json: bool) -> None:
     from qwen35conv import report
 
     error = Qwen35ConvError(what, hint="what is finished is kept; the same command resumes")
+    error.exit_code = code
     report.show_error(error, command=command, as_json=as_json)
     raise typer.Exit(code)
 

@@ -14,6 +14,7 @@ k, v, y), BetaT, and the macros
     HAS_MASK    mask [B, T]: a False step leaves the state as it is and has y = 0
     STATE_ONLY  lengths [B]: run only so many steps of each row; no q, no y
     ONE_STEP    T is 1: no need to read it
+    BRING_NEAR  inputs are brought into the cache Ahead steps before that (a compile-time parameter too)
 Inputs: q, k, v, g, beta, state_in as in `reference`, and steps [1] = T. Outputs: y, state_out.
 
 Every sum has a fixed order and every fused multiply-add is written out, so the bits do not depend on the length, on
@@ -71,6 +72,25 @@ BODY = """
 #endif
 #if HAS_MASK
     auto mask_ = mask + start + nothing;
+#endif
+
+#if BRING_NEAR
+    // Memory is farther away than a round lasts, the cache is not: Ahead steps before their turn, eight lanes each
+    // bring near k, q, v, and four each g and beta.
+    const int near_part = thread_index_in_simdgroup % 8;
+    auto near_ = (const char*)(k_ - lane * Vec + near_part * (Dk / 8));
+    int near_step = Hk * Dk * sizeof(InT);
+#if !STATE_ONLY
+    if (thread_index_in_simdgroup / 8 == 1) near_ = (const char*)(q_ - lane * Vec + near_part * (Dk / 8));
+#endif
+    if (thread_index_in_simdgroup / 8 == 2) {
+      near_ = (const char*)v_;
+      near_step = Hv * Dv * sizeof(InT);
+    } else if (thread_index_in_simdgroup / 8 == 3) {
+      near_ = near_part < 4 ? (const char*)g_ : (const char*)beta_;
+      near_step = Hv * (near_part < 4 ? sizeof(float) : sizeof(BetaT));
+    }
+    near_ += Ahead * near_step;
 #endif
 
     // One round of inputs as they come from memory, and the round before it as numbers. A round is widened first, then
@@ -140,6 +160,9 @@ BODY = """
           mask_raw[r] = load<1>(mask_ + r);
 #endif
         }
+#if BRING_NEAR
+        if (t0 + Depth + Ahead + r < n_steps) bring_near(near_ + r * near_step);
+#endif
       }
       k_ += Depth * Hk * Dk;
       v_ += Depth * Hv * Dv;
@@ -151,72 +174,80 @@ BODY = """
 #if HAS_MASK
       mask_ += Depth;
 #endif
-
-#if !STATE_ONLY
-      // The sums of a round over the lanes, all at once: lanes first trade shares until each holds those of one step.
-      const int t_out = t0 - Depth + lane;
-      #pragma unroll
-      for (int j = 0; j < Rows; ++j) {
-        #pragma unroll
-        for (int step = 1; step < Depth; step *= 2) {
-          const bool upper = lane & step;
-          #pragma unroll
-          for (int r = 0; r < Depth; r += 2 * step) {
-            const float given = simd_shuffle_xor(upper ? out[j][r] : out[j][r + step], step);
-            out[j][r] = (upper ? out[j][r + step] : out[j][r]) + given;
-          }
-        }
-        #pragma unroll
-        for (int step = Depth; step < Lanes; step *= 2) out[j][0] += simd_shuffle_xor(out[j][0], step);
-        if (lane < Depth && t0 >= Depth && t_out < n_steps) y_[size_t(t_out) * (Hv * Dv) + j] = InT(out[j][0]);
-      }
+#if BRING_NEAR
+      near_ += Depth * near_step;
 #endif
 
-      #pragma unroll
-      for (int r = 0; r < Depth; ++r) {
-        float read[Rows];
+      // A loop that runs once, but no compiler can tell, so none moves what is before it into it: the requests for the
+      // next round would come last, to save registers, and each round would start by waiting for memory.
+      #pragma unroll 1
+      for (int once = T >> 31; once < 1; ++once) {
+#if !STATE_ONLY
+        // The sums of a round over the lanes, all at once: lanes first trade shares until each holds those of one step.
+        const int t_out = t0 - Depth + lane;
+        #pragma unroll
+        for (int j = 0; j < Rows; ++j) {
+          #pragma unroll
+          for (int step = 1; step < Depth; step *= 2) {
+            const bool upper = lane & step;
+            #pragma unroll
+            for (int r = 0; r < Depth; r += 2 * step) {
+              const float given = simd_shuffle_xor(upper ? out[j][r] : out[j][r + step], step);
+              out[j][r] = (upper ? out[j][r + step] : out[j][r]) + given;
+            }
+          }
+          #pragma unroll
+          for (int step = Depth; step < Lanes; step *= 2) out[j][0] += simd_shuffle_xor(out[j][0], step);
+          if (lane < Depth && t0 >= Depth && t_out < n_steps) y_[size_t(t_out) * (Hv * Dv) + j] = InT(out[j][0]);
+        }
+#endif
+
+        #pragma unroll
+        for (int r = 0; r < Depth; ++r) {
+          float read[Rows];
+          #pragma unroll
+          for (int j = 0; j < Rows; ++j) {
+            float sum[Sums] = {0.0f, 0.0f};
+            #pragma unroll
+            for (int i = 0; i < Values; ++i) sum[i % Sums] = fma(s[j][i], k_now[r][i], sum[i % Sums]);
+            read[j] = sum[0] + sum[1];
+          }
+          #pragma unroll
+          for (int step = 1; step < Lanes; step *= 2) {
+            #pragma unroll
+            for (int j = 0; j < Rows; ++j) read[j] += simd_shuffle_xor(read[j], step);
+          }
+          // While the shuffles are under way: the outputs of the step before, and the decay.
+          #pragma unroll
+          for (int j = 0; j < Rows; ++j) {
+#if !STATE_ONLY
+            if (r > 0) {
+              float sum[Sums] = {0.0f, 0.0f};
+              #pragma unroll
+              for (int i = 0; i < Values; ++i) sum[i % Sums] = fma(s[j][i], q_now[r > 0 ? r - 1 : 0][i], sum[i % Sums]);
+              out[j][r > 0 ? r - 1 : 0] = sum[0] + sum[1];
+            }
+#endif
+            #pragma unroll
+            for (int i = 0; i < Values; ++i) s[j][i] *= g_now[r];
+          }
+          #pragma unroll
+          for (int j = 0; j < Rows; ++j) {
+            const float delta = fma(-g_now[r], read[j], v_now[r][j]) * beta_now[r];
+            #pragma unroll
+            for (int i = 0; i < Values; ++i) s[j][i] = fma(k_now[r][i], delta, s[j][i]);
+          }
+        }
+#if !STATE_ONLY
         #pragma unroll
         for (int j = 0; j < Rows; ++j) {
           float sum[Sums] = {0.0f, 0.0f};
           #pragma unroll
-          for (int i = 0; i < Values; ++i) sum[i % Sums] = fma(s[j][i], k_now[r][i], sum[i % Sums]);
-          read[j] = sum[0] + sum[1];
+          for (int i = 0; i < Values; ++i) sum[i % Sums] = fma(s[j][i], q_now[Depth - 1][i], sum[i % Sums]);
+          out[j][Depth - 1] = sum[0] + sum[1];
         }
-        #pragma unroll
-        for (int step = 1; step < Lanes; step *= 2) {
-          #pragma unroll
-          for (int j = 0; j < Rows; ++j) read[j] += simd_shuffle_xor(read[j], step);
-        }
-        // While the shuffles are under way: the outputs of the step before, and the decay.
-        #pragma unroll
-        for (int j = 0; j < Rows; ++j) {
-#if !STATE_ONLY
-          if (r > 0) {
-            float sum[Sums] = {0.0f, 0.0f};
-            #pragma unroll
-            for (int i = 0; i < Values; ++i) sum[i % Sums] = fma(s[j][i], q_now[r > 0 ? r - 1 : 0][i], sum[i % Sums]);
-            out[j][r > 0 ? r - 1 : 0] = sum[0] + sum[1];
-          }
 #endif
-          #pragma unroll
-          for (int i = 0; i < Values; ++i) s[j][i] *= g_now[r];
-        }
-        #pragma unroll
-        for (int j = 0; j < Rows; ++j) {
-          const float delta = fma(-g_now[r], read[j], v_now[r][j]) * beta_now[r];
-          #pragma unroll
-          for (int i = 0; i < Values; ++i) s[j][i] = fma(k_now[r][i], delta, s[j][i]);
-        }
       }
-#if !STATE_ONLY
-      #pragma unroll
-      for (int j = 0; j < Rows; ++j) {
-        float sum[Sums] = {0.0f, 0.0f};
-        #pragma unroll
-        for (int i = 0; i < Values; ++i) sum[i % Sums] = fma(s[j][i], q_now[Depth - 1][i], sum[i % Sums]);
-        out[j][Depth - 1] = sum[0] + sum[1];
-      }
-#endif
     }
 
     #pragma unroll

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from qwen35conv.kernels.launch import Tuning, make_call, run
 
-TUNING = Tuning(lanes=16, rows=3, vector=8, depth=4, groups=2)
+TUNING = Tuning(lanes=8, rows=3, vector=8, depth=2, ahead=16, groups=1)
 
 # The Metal names the body uses.
 HEADER = """
@@ -28,40 +28,19 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
   T v[N];
 };
 
-// Volatile, so that the compiler leaves each load where the body put it: it would gather all of a round's loads at the
-// end of the loop, and the next step would wait for memory. Read-only (nc): outputs never alias inputs.
 template <int N, typename T>
 __device__ inline Pack<T, N> load(const T* from) {
-  Pack<T, N> pack;
-  constexpr int n_bytes = sizeof(pack);
-  if constexpr (n_bytes % 16 == 0) {
-    uint4* to = reinterpret_cast<uint4*>(&pack);
-    #pragma unroll
-    for (int i = 0; i < n_bytes / 16; ++i) {
-      asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(to[i].x), "=r"(to[i].y), "=r"(to[i].z), "=r"(to[i].w)
-                   : "l"(reinterpret_cast<const uint4*>(from) + i));
-    }
-  } else if constexpr (n_bytes == 8) {
-    uint2* to = reinterpret_cast<uint2*>(&pack);
-    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(to->x), "=r"(to->y) : "l"(from));
-  } else if constexpr (n_bytes == 4) {
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(*reinterpret_cast<unsigned int*>(&pack)) : "l"(from));
-  } else if constexpr (n_bytes == 2) {
-    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(*reinterpret_cast<unsigned short*>(&pack)) : "l"(from));
-  } else {
-    unsigned short byte;
-    asm volatile("ld.global.nc.u8 %0, [%1];" : "=h"(byte) : "l"(from));
-    pack.v[0] = T(byte);
-  }
-  return pack;
+  return *reinterpret_cast<const Pack<T, N>*>(from);
+}
+
+__device__ inline void bring_near(const char* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
 template <typename T, int N>
 __device__ inline float widen(const Pack<T, N>& pack, int i) {
   if constexpr (sizeof(pack) % 4 == 0 && is_bfloat16<T>) {
-    // One instruction for each half of a word, where the conversion of a single value takes two. Volatile like the
-    // loads: moved behind the next loads, it would wait for them as well.
+    // One instruction for each half of a word. In assembly, or the compiler makes three of it.
     const unsigned int word = reinterpret_cast<const unsigned int*>(&pack)[i / 2];
     float value;
     if (i % 2) {

@@ -27,6 +27,7 @@ class Tuning:
     rows: int  # rows they share
     vector: int  # neighbouring values a lane reads at once, at most
     depth: int  # steps whose inputs are under way, in a long run; a power of two
+    ahead: int  # steps before that in which they are brought into the cache; 0 for never
     groups: int  # lane groups in a thread block
 
 
@@ -125,10 +126,11 @@ def _make_plan(
         ("Rows", rows),
         ("Vec", vector),
         ("Depth", 1 if n_steps == 1 else min(tuning.depth, lanes)),
+        ("Ahead", tuning.ahead),
     )
     state_shape = (batch, n_value_heads, value_dim, key_dim)
     return Plan(
-        kernel=_make_kernel(backend_header, kind, n_steps == 1),
+        kernel=_make_kernel(backend_header, kind, n_steps == 1, tuning.ahead > 0),
         template=template,
         grid=(GROUP, -(-value_dim // (GROUP // lanes * rows)), batch * n_value_heads),
         threadgroup=(GROUP, tuning.groups, 1),
@@ -138,9 +140,14 @@ def _make_plan(
 
 
 @cache
-def _make_kernel(backend_header: str, kind: str, one_step: bool) -> Kernel:
+def _make_kernel(backend_header: str, kind: str, one_step: bool, ahead: bool) -> Kernel:
     """The shared body under a backend's header: `plain`, `masked`, or the `state` alone; for one step or any number."""
-    flags = {"HAS_MASK": kind == "masked", "STATE_ONLY": kind == "state", "ONE_STEP": one_step}
+    flags = {
+        "HAS_MASK": kind == "masked",
+        "STATE_ONLY": kind == "state",
+        "ONE_STEP": one_step,
+        "BRING_NEAR": ahead and not one_step,
+    }
     header = "".join(f"#define {name} {int(on)}\n" for name, on in flags.items()) + backend_header
     common = ("k", "v", "g", "beta", "state_in", "steps")
     inputs = {"plain": ("q", *common), "masked": ("q", *common, "mask"), "state": (*common, "lengths")}[kind]

@@ -7,7 +7,7 @@ import mlx.core as mx
 from qwen35conv.kernels.launch import Call, Tuning, make_call, run
 
 # Registers are dearer than on an NVIDIA GPU, and other lane groups hide the latency: two steps under way.
-TUNING = Tuning(lanes=16, rows=2, vector=8, depth=2, groups=4)
+TUNING = Tuning(lanes=16, rows=2, vector=8, depth=2, ahead=0, groups=4)
 
 # MLX passes inputs of fewer than eight elements in the constant address space, all others in device memory.
 HEADER = """

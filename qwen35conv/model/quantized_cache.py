@@ -1,4 +1,4 @@
-"""Keys and values in 4 or 8 bits, and attention over them as they are packed."""
+"""Keys and values in 4 or 8 bits, and attention over them, as they are packed where MLX has sound products for that."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from qwen35conv.model.attention import written
-from qwen35conv.model.linear import wide_on_cpu
+from qwen35conv.model.linear import on_cpu, wide_on_cpu
 from qwen35conv.model.span import CallError, Span
 
 _BITS, _GROUPS = (4, 8), (32, 64, 128)
@@ -68,6 +68,17 @@ class QuantizedKVCache:
         """x [B, Hkv, H / Hkv, T, ...] times the first positions of what is packed."""
         weight, scales, biases = (part[:, :, None, : span.n_keys] for part in packed)
         scales, biases = scales.astype(x.dtype), biases.astype(x.dtype)
-        return mx.quantized_matmul(
-            x, weight, scales, biases, transpose=transpose, group_size=self.group_size, bits=self.bits
-        )
+        if _has_products(packed[1].shape[-1] * self.group_size):
+            return mx.quantized_matmul(
+                x, weight, scales, biases, transpose=transpose, group_size=self.group_size, bits=self.bits
+            )
+        plain = mx.dequantize(weight, scales, biases, group_size=self.group_size, bits=self.bits)
+        return x @ (plain.swapaxes(-1, -2) if transpose else plain)
+
+
+def _has_products(width: int) -> bool:
+    """Whether MLX multiplies by packed rows of `width` values as attention needs it.
+
+    CUDA has no kernel for most of these shapes, and Metal's for columns leaves out what is beyond a multiple of 64.
+    """
+    return on_cpu() or (mx.metal.is_available() and width % 64 == 0)

@@ -5,6 +5,7 @@ It runs over the plan's view, so it works the same on a raw source and on a conv
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +106,8 @@ def verify(
     Raises SourceError for what can't be read, TextError for a prompt that can't be used.
     """
     options = options or VerifyOptions()
+    if options.dtype is RunDtype.FLOAT32:  # MLX reads it at its first product: else CUDA rounds float32 to 11 bits
+        os.environ.setdefault("MLX_ENABLE_TF32", "0")
     steps = set(options.steps)
     config = checkpoint.config
     checks = []
