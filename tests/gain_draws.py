@@ -283,6 +283,8 @@ def _rewrite(rng: Rng, gains: tuple[Gain, ...], change: Callable[[np.ndarray], n
 def draw_uniform(rng: Rng, size: str, training: str) -> Draw:
     """One generation throughout, perhaps fine-tuned, rescaled by a quantiser, or made from another generation."""
     trunk = TRAININGS[training][0](rng, size)
+    if rng.random() < 0.4:
+        _cut(rng, trunk, interleaved=bool(rng.random() < 0.1))
     shift = int(rng.choice(3, p=[0.43, 0.43, 0.14]))
     naming, conv, truth = LAYOUTS[shift][rng.integers(len(LAYOUTS[shift]))]
     storage = draw_storage(rng)
@@ -313,6 +315,15 @@ def draw_uniform(rng: Rng, size: str, training: str) -> Draw:
     return Draw(kind, size, truth, make_facts(rng, trunk, naming, conv, liar=liar), gains)
 
 
+def _cut(rng: Rng, trunk: Trunk, *, interleaved: bool) -> tuple[int, np.ndarray]:
+    """Spread the anchors over shards, few or up to one for each: how many, and which one holds each anchor."""
+    n = len(trunk.anchors)
+    n_shards = int(rng.integers(2, min(n, 95) + 1)) if rng.random() < 0.5 else int(rng.integers(2, min(n, 14) + 1))
+    of = np.arange(n) % n_shards if interleaved else np.arange(n) * n_shards // n
+    trunk.files = [f"model-{s + 1:05d}-of-{n_shards:05d}.safetensors" for s in of]
+    return n_shards, of
+
+
 def draw_mixed(rng: Rng, size: str) -> Draw:
     """Two generations in one file set: a shard set converted in part, layers of one file, or one role.
 
@@ -325,9 +336,7 @@ def draw_mixed(rng: Rng, size: str) -> Draw:
     shifts = np.full(n, low)
     how = str(rng.choice(["shards", "interleaved shards", "layers", "role"], p=[0.4, 0.2, 0.3, 0.1]))
     if how in ("shards", "interleaved shards"):
-        n_shards = int(rng.integers(2, min(n, 95) + 1)) if rng.random() < 0.5 else int(rng.integers(2, min(n, 14) + 1))
-        of = np.arange(n) * n_shards // n if how == "shards" else np.arange(n) % n_shards
-        trunk.files = [f"model-{s + 1:05d}-of-{n_shards:05d}.safetensors" for s in of]
+        n_shards, of = _cut(rng, trunk, interleaved=how != "shards")
         done = rng.choice(n_shards, int(rng.integers(1, n_shards)) if rng.random() < 0.6 else 1, replace=False)
         shifts[np.isin(of, done)] = high
         if rng.random() < 0.3:

@@ -364,6 +364,33 @@ def test_one_layer_shifted_among_many_stops_though_one_of_its_norms_is_odd(
         assert judged(trunk, shifts, *layout, Storage("F32", "F16", "F16")).generation is Generation.MIXED
 
 
+@pytest.mark.parametrize("rows", [[24], [25], [24, 25]], ids=["input", "post", "both"])
+def test_a_low_sum_among_gains_that_are_none_stops_though_its_mean_fits_them(
+    rng: np.random.Generator, rows: list[int]
+) -> None:
+    trunk = trunk_like(rng, "4B")
+    trunk.anchors[rows] -= 0.7  # gamma of 0.3 and less: no further from raw means than an outlier may lie
+    trunk.anchors[rows] = np.maximum(trunk.anchors[rows], -0.95)
+    shifts = np.zeros(len(trunk.anchors), int)
+    shifts[rows] = 1
+    for layout in (RAW_FACTS, CANONICAL_FACTS):
+        verdict = judged(trunk, shifts, *layout)
+        assert verdict.generation is Generation.MIXED
+        assert any("is a sum 1 + x" in reason for reason in verdict.reasons)
+
+
+def test_a_layer_shifted_again_stops_where_one_of_its_norms_fits_and_the_other_is_odd(rng: np.random.Generator) -> None:
+    trunk = trunk_like(rng, "35B-A3B")
+    trunk.anchors[[8, 20, 25]] += 0.7  # scattered outliers, as trained models have them
+    trunk.anchors[59] += 0.9
+    shifts = np.ones(len(trunk.anchors), int)
+    assert judged(trunk, shifts, *CANONICAL_FACTS).generation is Generation.CANONICAL
+    shifts[58:60] = 2
+    verdict = judged(trunk, shifts, *CANONICAL_FACTS)
+    assert verdict.generation is Generation.MIXED
+    assert any("layer 29" in reason for reason in verdict.reasons)
+
+
 # --- few layers: what a single norm cannot show -----------------------------------------------------------------------
 
 

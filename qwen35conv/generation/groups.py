@@ -63,7 +63,8 @@ def find_parts(anchors: Sequence[GainStats], shifts: Sequence[int | None], main:
     for run in _runs(whole):
         members = [i for layer in run for i in layers[layer]]
         n_moved = len(moved.intersection(members))
-        as_one = far.issuperset(members) if len(run) > 1 else n_moved and near.issuperset(members)
+        twice = main == 1 and all(shifts[i] == 2 for i in members)
+        as_one = far.issuperset(members) if len(run) > 1 else n_moved and (twice or near.issuperset(members))
         if as_one or n_moved >= max(2, len(members) / 2):
             where = f"layers {run[0]} to {run[-1]}" if len(run) > 1 else f"layer {run[0]}"
             found.append(f"{where}: both norms look like {_looks(shifts, members, main)}")
@@ -71,6 +72,8 @@ def find_parts(anchors: Sequence[GainStats], shifts: Sequence[int | None], main:
         if len(members) > 1 and len(apart.intersection(members)) >= AGREE * len(members):
             found.append(f"every {role.value} looks like {_looks(shifts, members, main)}")
     found += _two_groups(anchors)
+    if main == 0:
+        found += [f"{a.name} is a sum 1 + x, most others are none (mean {a.mean:.2f})" for a in _sums(anchors, shifts)]
     return found + [
         f"{a.name} looks like {_looks(shifts, [i], main)} (mean {a.mean:.2f})"
         for i, a in enumerate(anchors)
@@ -152,6 +155,20 @@ def _moved(anchors: Sequence[GainStats], shifts: Sequence[int | None], main: int
         if (target == 0 or a.negative_share < NEGATIVE) and (target < 2 or a.below_one_share <= NEGATIVE):
             found.add(i)
     return found
+
+
+def _sums(anchors: Sequence[GainStats], shifts: Sequence[int | None]) -> list[GainStats]:
+    """Anchors of a raw trunk that lie on the grid of a sum 1 + x with all of many entries, where the others do not."""
+    off = [a.off_grid_share for a, s in zip(anchors, shifts, strict=True) if s == 0]
+    if not off or np.median(off) < 0.05:  # a converted file carried back is on the grid throughout
+        return []
+    return [
+        a
+        for a in anchors
+        if a.off_grid_share == a.negative_share == 0
+        and a.n_informative >= 2 * MIN_INFORMATIVE
+        and a.minimum < a.maximum
+    ]
 
 
 def _is_proof(anchor: GainStats, main: int, moved: bool) -> bool:
