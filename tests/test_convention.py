@@ -391,6 +391,20 @@ def test_a_layer_shifted_again_stops_where_one_of_its_norms_fits_and_the_other_i
     assert any("layer 29" in reason for reason in verdict.reasons)
 
 
+@pytest.mark.parametrize("size", ["2B", "27B"])
+def test_a_low_layer_shifted_twice_stops_though_its_means_are_those_of_a_high_one(
+    rng: np.random.Generator, size: str
+) -> None:
+    trunk = trunk_like(rng, size)
+    trunk.anchors[20:22] = np.clip(-0.7 + 0.08 * rng.standard_normal(trunk.anchors[20:22].shape), -0.95, None)
+    shifts = np.ones(len(trunk.anchors), int)
+    assert judged(trunk, shifts, *CANONICAL_FACTS).generation is Generation.CANONICAL
+    shifts[20:22] = 2
+    verdict = judged(trunk, shifts, *CANONICAL_FACTS)
+    assert verdict.generation is Generation.MIXED
+    assert any("layer 10" in reason for reason in verdict.reasons)
+
+
 # --- few layers: what a single norm cannot show -----------------------------------------------------------------------
 
 

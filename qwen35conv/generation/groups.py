@@ -68,6 +68,9 @@ def find_parts(anchors: Sequence[GainStats], shifts: Sequence[int | None], main:
         if as_one or n_moved >= max(2, len(members) / 2):
             where = f"layers {run[0]} to {run[-1]}" if len(run) > 1 else f"layer {run[0]}"
             found.append(f"{where}: both norms look like {_looks(shifts, members, main)}")
+    if main == 1 and np.median([a.below_one_share for a in anchors]) >= 0.25:
+        lifted = sorted(k for k, v in layers.items() if len(v) > 1 and all(_is_above_one(anchors[i]) for i in v))
+        found += [f"layer {k}: all of both norms lies above 1, as a gain shifted twice does" for k in lifted]
     for role, members in grouped(anchors, lambda a: a.role).items():
         if len(members) > 1 and len(apart.intersection(members)) >= AGREE * len(members):
             found.append(f"every {role.value} looks like {_looks(shifts, members, main)}")
@@ -155,6 +158,11 @@ def _moved(anchors: Sequence[GainStats], shifts: Sequence[int | None], main: int
         if (target == 0 or a.negative_share < NEGATIVE) and (target < 2 or a.below_one_share <= NEGATIVE):
             found.add(i)
     return found
+
+
+def _is_above_one(anchor: GainStats) -> bool:
+    """Whether a gain, no constant, has no entry of 1 or less."""
+    return 1 < anchor.minimum < anchor.maximum
 
 
 def _sums(anchors: Sequence[GainStats], shifts: Sequence[int | None]) -> list[GainStats]:
