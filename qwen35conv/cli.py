@@ -73,7 +73,12 @@ class RunChoice(str, Enum):
     float16 = "float16"
 
 
-SourceArg = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint's folder, or one .safetensors file.")]
+SourceArg = Annotated[
+    str, typer.Argument(metavar="SRC", help="A checkpoint's folder, one .safetensors file, or a Hub id owner/name.")
+]
+RevisionOpt = Annotated[
+    Optional[str], typer.Option("--revision", metavar="R", help="A Hub repository's branch, tag or commit.")
+]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 DebugOpt = Annotated[bool, typer.Option("--debug", help="Show a traceback where something fails.")]
 IgnoreIndexOpt = Annotated[
@@ -128,6 +133,7 @@ def inspect(
     assume: AssumeOpt = None,
     repair: RepairOpt = False,
     ignore_index: IgnoreIndexOpt = False,
+    revision: RevisionOpt = None,
     as_json: JsonOpt = False,
     debug: DebugOpt = False,
 ) -> None:
@@ -137,7 +143,9 @@ def inspect(
         from qwen35conv.inspection import inspect_checkpoint
         from qwen35conv.source import open_source, read_checkpoint
 
-        checkpoint = read_checkpoint(open_source(source), ignore_index=ignore_index)
+        opened = open_source(source, revision=revision)
+        with report.steps("inspect") as on_progress:
+            checkpoint = read_checkpoint(opened, ignore_index=ignore_index, sampled=True, on_progress=on_progress)
         inspection = inspect_checkpoint(checkpoint, _options(keep_vision, mtp, assume, repair))
         if lora_targets and inspection.plan is not None:
             report.show_lora_targets(inspection.plan, as_json=as_json)
@@ -164,6 +172,10 @@ def convert(
     checksum: Annotated[bool, typer.Option("--checksum", help="Put each shard's SHA-256 into the receipt.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip the quick verification of the result.")] = False,
     ignore_index: IgnoreIndexOpt = False,
+    revision: RevisionOpt = None,
+    via_cache: Annotated[
+        bool, typer.Option("--via-cache", help="Download a Hub repository's files into the local cache first.")
+    ] = False,
     as_json: JsonOpt = False,
     debug: DebugOpt = False,
 ) -> None:
@@ -175,9 +187,10 @@ def convert(
         from qwen35conv.source import open_source, read_checkpoint
 
         options = _options(keep_vision, mtp, assume, repair, norm_dtype, max_shard_size, tie_embeddings)
-        opened = open_source(source)
+        opened = open_source(source, revision=revision)
         check_target(opened, destination, overwrite=overwrite)
-        plan = make_plan(read_checkpoint(opened, ignore_index=ignore_index), options)
+        with report.steps("convert") as on_progress:
+            plan = make_plan(read_checkpoint(opened, ignore_index=ignore_index, on_progress=on_progress), options)
         preparation = prepare(opened, plan, destination, jobs=jobs)
         if dry_run:
             report.show_plan(preparation, as_json=as_json)
@@ -191,7 +204,9 @@ def convert(
 
 @app.command()
 def verify(
-    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, raw or converted.")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CKPT", help="A checkpoint's folder or Hub id, raw or converted.")
+    ],
     source: Annotated[
         Optional[str], typer.Option("--source", metavar="SRC", help="What it was made from: every byte is compared.")
     ] = None,
@@ -218,6 +233,7 @@ def verify(
         typer.Option("--max-memory", metavar="SIZE", help="Keep the model in memory up to this size, such as 8GB."),
     ] = None,
     ignore_index: IgnoreIndexOpt = False,
+    revision: RevisionOpt = None,
     as_json: JsonOpt = False,
     debug: DebugOpt = False,
 ) -> None:
@@ -234,7 +250,7 @@ def verify(
         from qwen35conv import verify as room
         from qwen35conv.source import open_source, read_checkpoint
 
-        opened = open_source(checkpoint)
+        opened = open_source(checkpoint, revision=revision)
         found = read_checkpoint(opened, ignore_index=ignore_index)
         plan = room.plan_to_verify(found)
         options = room.VerifyOptions(

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from qwen35conv.verify import Verification
 
 MTP_INDEX = "mtp.safetensors.index.json"
-_BLOCK = 1 << 20
+_N_CONNECTIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def prepare(source: Source, plan: Plan, destination: Path, *, jobs: int | None =
     config = build_config(plan)
     files = side_files(checkpoint)
     _check_pointers(source, files)
-    n_jobs = jobs or default_jobs()
+    n_jobs = jobs or default_jobs(source, plan)
     shards = (*plan.shards, *plan.sidecar)
     n_side = sum(checkpoint.listing[file] for file in files.copied)
     n_made = len(build_json(config)) + len(build_json(build_index(plan.shards)))
@@ -289,8 +289,10 @@ def file_bytes(shard: PlanShard) -> int:
     return len(build_header(shard.tensors(), METADATA)) + shard.n_bytes
 
 
-def default_jobs() -> int:
-    """Shards at once: more than a few only make the disk seek."""
+def default_jobs(source: Source, plan: Plan) -> int:
+    """Threads that copy: of a disk more than a few only make it seek, of a network each is a connection."""
+    if any(source.local_path(shard.file) is None for shard in plan.checkpoint.shards):
+        return _N_CONNECTIONS
     return min(4, os.cpu_count() or 1)
 
 
@@ -316,7 +318,7 @@ def _check_pointers(source: Source, files: SideFiles) -> None:
 
 
 def _check_space(preparation: Preparation, partials: Sequence[Partial]) -> None:
-    n_done = sum(partial.n_finished_bytes for partial in partials)
+    n_done = sum(partial.n_finished_bytes + partial.n_grown_bytes for partial in partials)
     need, free = preparation.preflight.n_written - n_done, preparation.preflight.n_free
     if need > free:
         raise DestinationError(
@@ -329,10 +331,7 @@ def _write_side_files(source: Source, preparation: Preparation, partial: Partial
     plan = preparation.plan
     for file in preparation.files.copied:
         n_bytes = plan.checkpoint.listing[file]
-        partial.write_file(
-            file,
-            (source.read(file, [(begin, min(begin + _BLOCK, n_bytes))])[0] for begin in range(0, n_bytes, _BLOCK)),
-        )
+        partial.write_file(file, source.stream(file, 0, n_bytes))
     gains = {write.sources[0]: (write, _joined(source, write)) for write in computed_gains(plan)}
     if gains:
         partial.write_file(SOURCE_GAINS, build_source_gains(gains))

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,6 +60,19 @@ class Remote:
     def read(self, file: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         self.asked.extend(end - begin for begin, end in ranges)
         return self.inner.read(file, ranges)
+
+    def read_many(
+        self, wanted: Mapping[str, Sequence[tuple[int, int]]], on_file: Callable[[str], None] = lambda file: None
+    ) -> dict[str, list[bytes]]:
+        return {file: self.read(file, ranges) for file, ranges in wanted.items()}
+
+    def stream(self, file: str, begin: int, end: int, stop: threading.Event | None = None) -> Iterator[bytes]:
+        for at in range(begin, end, 1 << 20):
+            yield from self.read(file, [(at, min(at + (1 << 20), end))])
+
+    @property
+    def origin(self) -> None:
+        return None
 
     def identity(self, file: str) -> str:
         return self.inner.identity(file)
