@@ -182,12 +182,14 @@ def convert(
     """Write the canonical form of a checkpoint to a new folder, whole or not at all."""
     with _reporting("convert", as_json, debug):
         from qwen35conv import report
-        from qwen35conv.convert import carry_out, check_target, prepare
+        from qwen35conv.convert import carry_out, check_target, download_first, prepare
         from qwen35conv.planning.plan import make_plan
-        from qwen35conv.source import open_source, read_checkpoint
+        from qwen35conv.source import LocalSource, open_source, read_checkpoint
 
         options = _options(keep_vision, mtp, assume, repair, norm_dtype, max_shard_size, tie_embeddings)
         opened = open_source(source, revision=revision)
+        if via_cache and isinstance(opened, LocalSource):
+            raise typer.BadParameter("--via-cache needs a Hub id; this source is on this machine already")
         check_target(opened, destination, overwrite=overwrite)
         with report.steps("convert") as on_progress:
             plan = make_plan(read_checkpoint(opened, ignore_index=ignore_index, on_progress=on_progress), options)
@@ -195,6 +197,9 @@ def convert(
         if dry_run:
             report.show_plan(preparation, as_json=as_json)
             return
+        if not isinstance(opened, LocalSource) and via_cache:
+            download_first(opened, preparation, progress=report.shows_progress())
+            preparation = prepare(opened, plan, destination, jobs=jobs)
         with report.progress("convert", preparation.n_shard_bytes) as on_bytes:
             outcome = carry_out(
                 opened, preparation, overwrite=overwrite, checksum=checksum, check=not no_verify, on_bytes=on_bytes

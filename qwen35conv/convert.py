@@ -53,6 +53,7 @@ from qwen35conv.writing.writer import (
 )
 
 if TYPE_CHECKING:
+    from qwen35conv.hub.source import HubSource
     from qwen35conv.verify import Verification
 
 MTP_INDEX = "mtp.safetensors.index.json"
@@ -120,7 +121,6 @@ def prepare(source: Source, plan: Plan, destination: Path, *, jobs: int | None =
     shards = (*plan.shards, *plan.sidecar)
     n_side = sum(checkpoint.listing[file] for file in files.copied)
     n_made = len(build_json(config)) + len(build_json(build_index(plan.shards)))
-    parent = next(folder for folder in destination.absolute().parents if folder.is_dir())
     return Preparation(
         plan=plan,
         destination=destination,
@@ -133,7 +133,7 @@ def prepare(source: Source, plan: Plan, destination: Path, *, jobs: int | None =
             n_written=n_side + n_made + sum(file_bytes(shard) for shard in shards),
             n_shared=0,
             n_memory=n_jobs * BUFFER_BYTES,
-            n_free=shutil.disk_usage(parent).free,
+            n_free=shutil.disk_usage(_parent(destination)).free,
         ),
         jobs=n_jobs,
     )
@@ -165,6 +165,30 @@ def write(
         check=check,
         on_bytes=on_bytes,
     )
+
+
+def download_first(source: HubSource, preparation: Preparation, *, progress: bool = False) -> None:
+    """Have all that will be read in the local cache, by the ordinary download; it is read from there then.
+
+    `progress` lets that draw its bars. Raises SourceError where it can't be had, DestinationError where the cache or
+    the destination lack room.
+    """
+    from qwen35conv.hub.repository import cache_folder
+
+    files = {*preparation.plan.checkpoint.identities, *preparation.files.copied, CONFIG, INDEX} & source.listing.keys()
+    wanted = [file for file in sorted(files) if source.local_path(file) is None]
+    n_bytes, n_written = sum(source.listing[file] for file in wanted), preparation.preflight.n_written
+    cache = _parent(cache_folder())
+    free, target = shutil.disk_usage(cache).free, _parent(preparation.destination)
+    is_one_disk = cache.stat().st_dev == target.stat().st_dev
+    if (need := n_bytes + (n_written if is_one_disk else 0)) > free:
+        also = f", the result {n_written} bytes on the same disk" if is_one_disk else ""
+        raise DestinationError(
+            f"{cache_folder()}: the download needs {n_bytes} bytes{also}: {need} in all, {free} are free",
+            hint="free some space, set HF_HOME to another disk, or leave --via-cache out, which needs no second copy",
+        )
+    _check_room(preparation, n_written)
+    source.download(wanted, progress=progress)
 
 
 def carry_out(
@@ -289,6 +313,11 @@ def file_bytes(shard: PlanShard) -> int:
     return len(build_header(shard.tensors(), METADATA)) + shard.n_bytes
 
 
+def _parent(path: Path) -> Path:
+    """The nearest folder above a path that exists."""
+    return next(folder for folder in path.absolute().parents if folder.is_dir())
+
+
 def default_jobs(source: Source, plan: Plan) -> int:
     """Threads that copy: of a disk more than a few only make it seek, of a network each is a connection."""
     if any(source.local_path(shard.file) is None for shard in plan.checkpoint.shards):
@@ -319,7 +348,11 @@ def _check_pointers(source: Source, files: SideFiles) -> None:
 
 def _check_space(preparation: Preparation, partials: Sequence[Partial]) -> None:
     n_done = sum(partial.n_finished_bytes + partial.n_grown_bytes for partial in partials)
-    need, free = preparation.preflight.n_written - n_done, preparation.preflight.n_free
+    _check_room(preparation, preparation.preflight.n_written - n_done)
+
+
+def _check_room(preparation: Preparation, need: int) -> None:
+    free = preparation.preflight.n_free
     if need > free:
         raise DestinationError(
             f"{preparation.destination}: needs {need} bytes, the file system has {free} free",

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -115,7 +116,7 @@ class HubServer:
         self.uploads: dict[str, bytes] = {}
         self.token: str | None = None  # that may write
         self._lock = threading.Lock()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._http = _Http(("127.0.0.1", 0), _Handler)
         self._http.daemon_threads = True
         self._http.hub = self  # type: ignore[attr-defined]
         self.port = self._http.server_address[1]
@@ -170,6 +171,13 @@ class HubServer:
     def note(self, asked: Asked) -> None:
         with self._lock:
             self.asked.append(asked)
+
+
+class _Http(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no error of the server."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 @contextmanager

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
-from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.hf_api import ModelInfo, RepoSibling
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from qwen35conv.errors import SourceError
+from qwen35conv.errors import DestinationError, SourceError
 from qwen35conv.facts.checkpoint import CONFIG, INDEX, SUFFIX
-from qwen35conv.hub.faults import RETRIED_STATUSES, explained, is_unreachable, seconds_to_wait, status_of, told
+from qwen35conv.hub.faults import RETRIED_STATUSES, explained, is_unreachable, seconds_to_wait, status_of
 from qwen35conv.hub.transport import RemoteFile
 
 _MAX_TRIES = 6
@@ -65,17 +68,59 @@ def cached_files(repo: str, commit: str, files: Mapping[str, RemoteFile]) -> Map
     return found
 
 
-def download(repository: Repository, names: Iterable[str]) -> Mapping[str, Path]:
-    """Every named file in the local cache, downloaded the ordinary way (Xet) where it is not there yet.
+def cache_folder() -> Path:
+    """The local cache, which need not exist."""
+    return Path(constants.HF_HUB_CACHE)
 
-    Raises SourceError where one can't be had.
+
+@contextmanager
+def progress_bars(shown: bool) -> Iterator[None]:
+    """Whether the Hub's client draws its own progress inside the block."""
+    if shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def download(repository: Repository, names: Iterable[str], *, progress: bool = False) -> Mapping[str, Path]:
+    """The files that lie in the local cache once every named one was downloaded the ordinary way (Xet).
+
+    `progress` lets the Hub's client draw bars. Raises SourceError where one can't be had, DestinationError where the
+    cache can't be written.
     """
-    found = dict(repository.cached)
-    for name in names:
-        if name not in found:
-            with told(repository.repo, revision=repository.commit):
-                found[name] = Path(hf_hub_download(repository.repo, name, revision=repository.commit))
-    return found
+    missing = [re.sub(r"([\[*?])", r"[\1]", name) for name in names if name not in repository.cached]
+    if missing:
+        try:
+            with progress_bars(progress):
+                folder = snapshot_download(repository.repo, revision=repository.commit, allow_patterns=missing)
+            if repository.revision != repository.commit:
+                _note_revision(Path(folder).parents[1], repository)
+        except EntryNotFoundError as error:
+            raise explained(error.__cause__ or error, repository.repo, revision=repository.commit) from error
+        except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
+            raise explained(error, repository.repo, revision=repository.commit) from error
+        except OSError as error:
+            raise DestinationError(
+                f"{cache_folder()}: the download fails: {error.strerror or error}",
+                hint="free some space, or set HF_HOME to a folder that can be written",
+            ) from error
+        except RuntimeError as error:  # hf_xet raises nothing narrower
+            raise SourceError(
+                f"{repository.repo}: the download fails: {error}",
+                hint="the same command resumes; or leave --via-cache out",
+            ) from error
+    return cached_files(repository.repo, repository.commit, repository.files)
+
+
+def _note_revision(folder: Path, repository: Repository) -> None:
+    """Let the cache know which commit a branch or tag is, so that it is found offline."""
+    path = folder / "refs" / repository.revision
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(repository.commit)
 
 
 def _ask(repo: str, revision: str) -> ModelInfo:

@@ -92,9 +92,9 @@ class HubSource:
             begin = min(end, at + len(raw))
         yield from self._transport.stream(self._file(file), begin, end, stop or threading.Event())
 
-    def download(self, files: Iterable[str]) -> None:
-        """Have files in the local cache, and read them from there. Raises SourceError where one can't be had."""
-        self._cached = download(self.repository, files)
+    def download(self, files: Iterable[str], *, progress: bool = False) -> None:
+        """Have files in the local cache, and read them from there. Raises what `repository.download` does."""
+        self._cached = download(self.repository, files, progress=progress)
 
     def _file(self, file: str) -> RemoteFile:
         found = self.repository.files.get(file)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qwen35conv.report.console import progress, show_document, show_error, steps
+from qwen35conv.report.console import progress, show_document, show_error, shows_progress, steps
 from qwen35conv.report.conversion import show_conversion, show_plan
 from qwen35conv.report.inspection import check_report, show_inspection
 from qwen35conv.report.verification import show_verification
@@ -22,6 +22,7 @@ __all__ = [
     "show_lora_targets",
     "show_plan",
     "show_verification",
+    "shows_progress",
     "steps",
 ]
 

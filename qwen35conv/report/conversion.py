@@ -40,6 +40,8 @@ def _build_plan(page: Page, preparation: Preparation) -> None:
     generation = plan.verdict.generation
     page.heading("Dry run", ("  nothing is written", ""))
     page.line((plan.checkpoint.label, "cyan"), " → ", (str(preparation.destination), "cyan"))
+    if (origin := plan.checkpoint.origin) is not None:
+        page.line(f"revision {origin.revision}, commit ", (origin.commit, "cyan"))
     page.line((generation.value.upper(), style_of(generation)), f"  {MEANING[generation]}", hang=2)
     if (told := overruled(plan)) is not None:
         page.line((told, "bold yellow"), hang=2)
@@ -62,6 +64,8 @@ def _build_conversion(page: Page, outcome: Outcome) -> None:
     preparation = outcome.preparation
     plan, destination = preparation.plan, preparation.destination
     page.heading("Converted ", (plan.checkpoint.label, "cyan"), " → ", (str(destination), "cyan"))
+    if (origin := plan.checkpoint.origin) is not None:
+        page.line(f"revision {origin.revision}, commit ", (origin.commit, "cyan"))
     files = counted(len(outcome.written), "shard")
     rate = f", {sized(round(outcome.n_bytes / outcome.seconds))}/s" if outcome.seconds > 0 else ""
     page.line(f"{sized(outcome.n_bytes)} in {files}, {outcome.seconds:.1f} s{rate}")

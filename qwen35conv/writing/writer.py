@@ -29,7 +29,7 @@ from qwen35conv.writing.transfer import BUFFER_BYTES, ReadFailedError, begin_flu
 __all__ = ["BUFFER_BYTES", "METADATA", "Partial", "Written", "check_destination", "publishing", "write_shards"]
 
 _NOTED_BYTES = 128 << 20  # of a slow source: how much a kill may cost, and how often the disk is waited for
-_NOTED_SECONDS = 5.0
+_NOTED_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
