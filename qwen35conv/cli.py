@@ -155,6 +155,9 @@ def inspect(
             raise typer.Exit(inspection.problem.exit_code)
 
 
+PrivateOpt = Annotated[bool, typer.Option("--private", help="Make the Hub repository private.")]
+
+
 @app.command()
 def convert(
     source: SourceArg,
@@ -176,10 +179,18 @@ def convert(
     via_cache: Annotated[
         bool, typer.Option("--via-cache", help="Download a Hub repository's files into the local cache first.")
     ] = False,
+    push_to_hub: Annotated[
+        Optional[str], typer.Option("--push-to-hub", metavar="owner/new", help="Publish the result on the Hub.")
+    ] = None,
+    private: PrivateOpt = False,
     as_json: JsonOpt = False,
     debug: DebugOpt = False,
 ) -> None:
     """Write the canonical form of a checkpoint to a new folder, whole or not at all."""
+    if private and push_to_hub is None:
+        raise typer.BadParameter("--private needs --push-to-hub")
+    if push_to_hub is not None:
+        _check_hub_id("--push-to-hub", push_to_hub)
     with _reporting("convert", as_json, debug):
         from qwen35conv import report
         from qwen35conv.convert import carry_out, check_target, download_first, prepare
@@ -195,8 +206,15 @@ def convert(
             plan = make_plan(read_checkpoint(opened, ignore_index=ignore_index, on_progress=on_progress), options)
         preparation = prepare(opened, plan, destination, jobs=jobs)
         if dry_run:
-            report.show_plan(preparation, as_json=as_json)
+            from qwen35conv.push import draft_push
+
+            draft = None if push_to_hub is None else draft_push(opened, preparation, push_to_hub, private=private)
+            report.show_plan(preparation, draft, as_json=as_json)
             return
+        if push_to_hub is not None:
+            from qwen35conv.push import check_repository
+
+            check_repository(push_to_hub, [shard.file for shard in plan.shards])
         if not isinstance(opened, LocalSource) and via_cache:
             download_first(opened, preparation, progress=report.shows_progress())
             preparation = prepare(opened, plan, destination, jobs=jobs)
@@ -204,7 +222,34 @@ def convert(
             outcome = carry_out(
                 opened, preparation, overwrite=overwrite, checksum=checksum, check=not no_verify, on_bytes=on_bytes
             )
-        report.show_conversion(outcome, as_json=as_json)
+        publication, published = None, None
+        if push_to_hub is not None:
+            from qwen35conv.push import prepare_push, push
+
+            verified = outcome.verification is not None
+            publication = prepare_push(destination, push_to_hub, private=private, verified=verified)
+            published = push(publication, progress=report.shows_progress())
+        report.show_conversion(outcome, publication, published, as_json=as_json)
+
+
+@app.command("push")
+def push_command(
+    folder: Annotated[Path, typer.Argument(metavar="DST", help="The folder that convert made.")],
+    repo: Annotated[str, typer.Argument(metavar="owner/new", help="The Hub repository; made where it does not exist.")],
+    private: PrivateOpt = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the card and the files; send nothing.")] = False,
+    as_json: JsonOpt = False,
+    debug: DebugOpt = False,
+) -> None:
+    """Publish a converted folder on the Hub, with a model card made from its receipt, if it passes its verification."""
+    _check_hub_id("owner/new", repo)
+    with _reporting("push", as_json, debug):
+        from qwen35conv import report
+        from qwen35conv.push import prepare_push, push
+
+        publication = prepare_push(folder, repo, private=private)
+        published = None if dry_run else push(publication, progress=report.shows_progress())
+        report.show_push(publication, published, as_json=as_json)
 
 
 @app.command()
@@ -359,6 +404,11 @@ def _options(
         max_shard_bytes=None if max_shard_size is None else _size("--max-shard-size", max_shard_size),
         tie=tie_embeddings,
     )
+
+
+def _check_hub_id(option: str, text: str) -> None:
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text) is None:
+        raise typer.BadParameter(f"{option}: expected a Hub id owner/name, found {text[:80]!r}")
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}

@@ -225,7 +225,8 @@ def carry_out(
         if beside is not None:
             proof = prove(source, plan, plan.sidecar, beside.folder)
             n_headers, n_tensors, n_gains = n_headers + proof[0], n_tensors + proof[1], n_gains + proof[2]
-        verification = _verify(plan, partial.folder) if check else None
+        assumed = plan.options.assume is not None
+        verification = verify_result(partial.folder, label=plan.checkpoint.label, assumed=assumed) if check else None
     return Outcome(preparation, written, time.monotonic() - begun, n_headers, n_tensors, n_gains, verification)
 
 
@@ -279,8 +280,11 @@ def _check_again(plan: Plan, result: LocalSource) -> None:
         raise DestinationError(f"{result.label}: converting the result again would change it")
 
 
-def _verify(plan: Plan, folder: Path) -> Verification:
-    """The quick steps of a verification. Raises CheckpointError where one fails."""
+def verify_result(folder: Path, *, label: str, assumed: bool) -> Verification:
+    """The quick steps of a verification. Raises CheckpointError where one fails.
+
+    `assumed`: the user vouched for the generation of the source.
+    """
     from qwen35conv.verify import QUICK, VerifyOptions, plan_to_verify, verify  # MLX: only where it is used
 
     result = LocalSource(folder, str(folder))
@@ -289,11 +293,11 @@ def _verify(plan: Plan, folder: Path) -> Verification:
     found = verify(result, again, checkpoint, VerifyOptions(steps=QUICK, brief=True))
     # Whoever overrules the verdict on the source has overruled it on the result. And gains of a model of a few layers
     # may say less once they are shifted: every one of them has just been compared with the plan.
-    vouched = plan.options.assume is not None or again.verdict.generation is Generation.UNKNOWN
+    vouched = assumed or again.verdict.generation is Generation.UNKNOWN
     for check in found.checks:
         if check.passed is False and not (vouched and check.name == "values"):
             raise CheckpointError(
-                f"{plan.checkpoint.label}: the result fails its verification: {check.name}: {check.summary}",
+                f"{label}: the result fails its verification: {check.name}: {check.summary}",
                 hint="nothing was published; --no-verify skips this, if you know better",
             )
     return found

@@ -98,7 +98,9 @@ def explained(
         )
     if isinstance(error, EntryNotFoundError):
         return make(f"{where}: no such file in the repository", hint="the repository changed; run the command again")
-    if isinstance(error, LocalTokenNotFoundError) or status == 401:
+    if isinstance(error, LocalTokenNotFoundError):
+        return make(f"{where}: you are not logged in to {endpoint}", hint=LOGIN)
+    if status == 401:
         return make(f"{where}: the Hub does not accept your token", hint=LOGIN)
     if status == 403:
         return make(f"{where}: access is forbidden{_said(error)}", hint=f"your token lacks the right to it; {LOGIN}")
