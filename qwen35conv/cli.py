@@ -300,11 +300,11 @@ def verify(
         from qwen35conv import verify as room
         from qwen35conv.source import open_source, read_checkpoint
 
-        opened = open_source(checkpoint, revision=revision)
+        opened = open_source(checkpoint, revision=revision if source is None else None)
         found = read_checkpoint(opened, ignore_index=ignore_index)
         plan = room.plan_to_verify(found)
         options = room.VerifyOptions(
-            original=None if source is None else room.open_original(source, found, plan),
+            original=None if source is None else room.open_original(source, found, plan, revision=revision),
             prompt=prompt if prompt_file is None else room.read_prompt(prompt_file),
             tokens=None if tokens is None else _token_ids(tokens),
             chat=chat,

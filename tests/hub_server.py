@@ -113,6 +113,7 @@ class HubServer:
         self.asked: list[Asked] = []
         self.bytes_a_second: float | None = None  # of each connection to the CDN
         self.several_ranges = True
+        self.n_connections = 0  # that were opened
         self.uploads: dict[str, bytes] = {}
         self.token: str | None = None  # that may write
         self._lock = threading.Lock()
@@ -214,6 +215,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         self._serve()
+
+    def setup(self) -> None:
+        super().setup()
+        self.hub.n_connections += 1
 
     def _serve(self) -> None:
         self.asked = Asked(self.command, self.path, self.headers.get("Range"), self.headers.get("Authorization"))

@@ -112,6 +112,7 @@ def test_a_repository_streams_to_the_very_bytes_of_the_local_conversion(
     stored = {name: blob.sha256 for name, blob in hub.repos[REPO].commits[0][1].items() if name.endswith("safetensors")}
     assert source["etags"] == stored
     assert not any(one.authorization for one in hub.asked)
+    assert hub.n_connections < len(hub.asked) / 1.4  # they are kept and used again
 
 
 def test_inspect_prints_the_commit_it_resolved(hub: HubServer, tool: Tool, folder: Path, tmp_path: Path) -> None:
@@ -546,3 +547,35 @@ def test_verify_reads_a_repository_by_ranges(hub: HubServer, tool: Tool, folder:
     assert tool("convert", REPO, tmp_path / "out").returncode == 0
     found = tool.json("verify", tmp_path / "out", "--source", REPO)
     assert {check["name"]: check["passed"] for check in found["checks"]}["source"]
+
+
+def test_a_run_that_waits_for_a_busy_server_can_be_stopped(
+    hub: HubServer, tool: Tool, folder: Path, tmp_path: Path
+) -> None:
+    hub.publish(REPO, folder)
+    hub.faults = [Fault("/cdn/", after=7, times=99, status=429, headers={"Retry-After": "250"})]
+    process = started(tool, "convert", REPO, tmp_path / "out")
+    wait_until(lambda: any(one.status == 429 for one in hub.reads()), process)
+    begun = time.monotonic()
+    assert stopped(process, signal.SIGTERM) == 143
+    assert time.monotonic() - begun < 20
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc says how much memory was used")
+def test_the_memory_of_a_streamed_conversion_is_bounded(hub: HubServer, tool: Tool, tmp_path: Path) -> None:
+    made = tiny.make(tiny.Sizes(hidden=512, vocab=400_000, intermediate=1100))
+    folder = tiny.save(tmp_path / "model", made.raw, made.config, n_shards=2)
+    hub.publish(REPO, folder)
+    code = (
+        "import runpy, sys; sys.argv[0] = 'qwen35'\n"
+        "try: runpy.run_module('qwen35conv', run_name='__main__')\n"
+        "except SystemExit as error: assert not error.code\n"
+        "lines = open('/proc/self/status').read().splitlines()\n"
+        "print(*(line for line in lines if line.startswith('VmHWM')), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, "convert", REPO, str(tmp_path / "out"), "--no-verify"]
+    run = subprocess.run(command, capture_output=True, text=True, env=tool.environment, check=True)
+    tiny.assert_same(tiny.load(tmp_path / "out"), made.canonical)
+    assert int(run.stderr.split()[-2]) < 250_000  # KB, of 820 MB

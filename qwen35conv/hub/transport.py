@@ -69,6 +69,7 @@ class Transport:
         self._lock = threading.Lock()
         self._locations: dict[str, str] = {}  # where the Hub sent us for a file, as long as that works
         self._served: dict[str, str] = {}  # the ETag of each file at the place that serves its bytes
+        self._doubted: set[str] = set()  # files that were served with another ETag once
         self._gives_several: bool | None = None  # ranges in one request; None: not asked yet
         self._first_asks = threading.Lock()
 
@@ -87,10 +88,12 @@ class Transport:
                         if stop.is_set():
                             raise StoppedError
                         part = chunk[: end - begin]
+                        if not part:
+                            break  # more than was asked for
                         begin, n_got = begin + len(part), n_got + len(part)
                         yield part
-                        if begin == end:
-                            return
+                if begin == end:
+                    return  # after the last read, which gives the connection back for the next request
                 raise _TryAgainError(SourceError(f"{self.repo}/{file.name}: the answer ends {end - begin} bytes early"))
             except httpx2.TransportError as error:
                 patience.wait(_TryAgainError(error), n_got)
@@ -167,6 +170,8 @@ class Transport:
                     self._check_identity(file, response)
                 if response.has_redirect_location:
                     url = urljoin(url, response.headers["location"])
+                    if response.headers.get("content-length", "").isdigit():
+                        response.read()  # a word or two: then the connection serves the next request
                     continue
                 if not at_hub:
                     with self._lock:
@@ -218,9 +223,11 @@ class Transport:
             with self._lock:
                 first = self._served.setdefault(file.name, etag)
             if etag != first:
-                if self._forget(file):
-                    raise _TryAgainError(self._changed(file, f"its ETag changed from {first} to {etag}"))
-                raise self._changed(file, f"its ETag changed from {first} to {etag}")
+                changed = self._changed(file, f"its ETag changed from {first} to {etag}")
+                if file.name in self._doubted or not self._forget(file):
+                    raise changed
+                self._doubted.add(file.name)  # the Hub is asked once more where it is
+                raise _TryAgainError(changed)
         if response.status_code == 200:
             if len(ranges) > 1:
                 raise _RangesRefusedError

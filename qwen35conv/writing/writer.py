@@ -111,14 +111,21 @@ class _Growing:
                     raise _read_error(self.source, file, error) from error
         self.path.touch()
 
-    def carry_out(self, step: Step, target: int, stop: threading.Event) -> None:
-        """Write the bytes of one step through `target`, an open descriptor of the file; `stop` ends a slow one."""
+    def carry_out(
+        self, step: Step, target: int, stop: threading.Event, on_bytes: Callable[[int], None] = lambda n: None
+    ) -> None:
+        """Write the bytes of one step through `target`, an open descriptor of the file.
+
+        `stop` ends a slow one; of that `on_bytes` is told as bytes come, of others when all are written.
+        """
         if isinstance(step.content, bytes):
             write_all(target, step.content, step.offset)
+            on_bytes(step.n_bytes)
         elif isinstance(step.content, Piece):
-            self._copy(step.content, step.offset, target, stop)
+            self._copy(step.content, step.offset, target, stop, on_bytes)
         else:
             self._compute(step.content, step.offset, target, stop)
+            on_bytes(step.n_bytes)
         begin_flush(target, step.offset, step.n_bytes)
         if self.is_slow:
             with self._noting:
@@ -159,17 +166,21 @@ class _Growing:
         while self._sources:
             os.close(self._sources.popitem()[1])
 
-    def _copy(self, piece: Piece, offset: int, target: int, stop: threading.Event) -> None:
+    def _copy(
+        self, piece: Piece, offset: int, target: int, stop: threading.Event, on_bytes: Callable[[int], None]
+    ) -> None:
         opened = self._sources.get(piece.file)
         if opened is not None:
             try:
                 move(opened, piece.begin, target, offset, piece.n_bytes)
             except ReadFailedError as error:
                 raise _read_error(self.source, piece.file, error) from error
+            on_bytes(piece.n_bytes)
             return
         for raw in self.source.stream(piece.file, piece.begin, piece.end, stop):
             write_all(target, raw, offset)
             offset += len(raw)
+            on_bytes(len(raw))
 
     def _compute(self, write: Write, offset: int, target: int, stop: threading.Event) -> None:
         for part, piece in rows_of(write):
@@ -228,7 +239,7 @@ class _Crew:
                         os.close(target)
                     held, target = None, os.open(shard.path, os.O_WRONLY)
                     held = shard
-                shard.carry_out(step, target, self._stop)
+                shard.carry_out(step, target, self._stop, self._tell)
                 if self._is_last(shard, step):
                     shard.finish(target, self._stop)
         except BaseException as error:  # raised again by `run`
@@ -260,8 +271,11 @@ class _Crew:
         with self._lock:
             shard.n_pending -= 1
             shard.n_missing -= step.n_bytes
-            self._on_bytes(step.n_bytes)
             return shard.n_pending == 0
+
+    def _tell(self, n_bytes: int) -> None:
+        with self._lock:
+            self._on_bytes(n_bytes)
 
 
 class _StoppedError(Exception):
