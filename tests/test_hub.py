@@ -129,7 +129,9 @@ def test_inspect_prints_the_commit_it_resolved(hub: HubServer, tool: Tool, folde
     assert f"--revision {old}" in found["next"]
 
 
-@pytest.mark.parametrize("several_ranges", [True, False], ids=["several-ranges", "one-range"])
+@pytest.mark.parametrize(
+    "several_ranges", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["several-ranges", "one-range"]
+)
 def test_inspecting_a_repository_of_27b_reads_under_one_percent(
     hub: HubServer, tool: Tool, tmp_path: Path, several_ranges: bool
 ) -> None:
@@ -220,6 +222,7 @@ def _write_sparse(file: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], r
     return at + end
 
 
+@pytest.mark.slow
 def test_a_token_goes_to_the_hub_and_nowhere_else(hub: HubServer, tool: Tool, folder: Path, tmp_path: Path) -> None:
     hub.publish(REPO, folder)
     hub.repos[REPO].private = True
@@ -229,6 +232,7 @@ def test_a_token_goes_to_the_hub_and_nowhere_else(hub: HubServer, tool: Tool, fo
     assert tokens == {(False, "Bearer hf_secret"), (True, None)}
 
 
+@pytest.mark.slow
 def test_neither_vision_nor_draft_head_are_transferred(
     hub: HubServer, tool: Tool, made: tiny.Made, tmp_path: Path
 ) -> None:
@@ -240,6 +244,11 @@ def test_neither_vision_nor_draft_head_are_transferred(
     sent = sum(one.n_bytes for one in hub.reads(".safetensors?"))
     assert (folder / "model.safetensors-00001-of-00001.safetensors").stat().st_size > kept + 800_000
     assert sent < kept + 300_000  # the head of the file, and the gains
+
+
+def slow_but(quick: str, name: str) -> list[pytest.MarkDecorator]:
+    """Each case is a process or two: by default one is run."""
+    return [] if name == quick else [pytest.mark.slow]
 
 
 FAULTS = {
@@ -256,7 +265,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS.keys())
+@pytest.mark.parametrize("faults", [pytest.param(v, id=k, marks=slow_but("drops", k)) for k, v in FAULTS.items()])
 def test_what_passes_is_ridden_out(
     hub: HubServer, tool: Tool, folder: Path, local: dict[str, bytes], faults: list[Fault], tmp_path: Path
 ) -> None:
@@ -282,7 +291,9 @@ LASTING = {
 }
 
 
-@pytest.mark.parametrize(("fault", "told"), LASTING.values(), ids=LASTING.keys())
+@pytest.mark.parametrize(
+    ("fault", "told"), [pytest.param(*v, id=k, marks=slow_but("another length", k)) for k, v in LASTING.items()]
+)
 def test_what_does_not_pass_is_told_and_leaves_no_result(
     hub: HubServer, tool: Tool, folder: Path, fault: Fault, told: str, tmp_path: Path
 ) -> None:
@@ -310,6 +321,7 @@ def test_a_shard_that_shrinks_is_told(hub: HubServer, tool: Tool, folder: Path, 
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.slow
 def test_killed_twice_and_resumed_inside_a_shard(hub: HubServer, tool: Tool, made: tiny.Made, tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "model", made.raw, made.config, n_shards=1)
     hub.publish(REPO, folder)
@@ -334,6 +346,7 @@ def test_killed_twice_and_resumed_inside_a_shard(hub: HubServer, tool: Tool, mad
     assert not partial.exists()
 
 
+@pytest.mark.slow
 def test_a_commit_between_two_runs_starts_anew_and_never_mixes(
     hub: HubServer, tool: Tool, made: tiny.Made, tmp_path: Path
 ) -> None:
@@ -352,6 +365,7 @@ def test_a_commit_between_two_runs_starts_anew_and_never_mixes(
     assert json.loads((tmp_path / "out" / "qwen35.json").read_text())["source"]["commit"] == commit
 
 
+@pytest.mark.slow
 def test_a_commit_during_a_run_does_not_reach_it(hub: HubServer, tool: Tool, made: tiny.Made, tmp_path: Path) -> None:
     newer = tiny.make(SIZES, seed=8)
     commit = hub.publish(REPO, tiny.save(tmp_path / "old", made.raw, made.config))
@@ -437,6 +451,7 @@ def test_no_such_repository_or_revision(hub: HubServer, tool: Tool, folder: Path
     told(tool("inspect", folder, "--revision", "main"), 3, "has no --revision main")
 
 
+@pytest.mark.slow
 def test_gated_private_and_wrong_tokens(hub: HubServer, tool: Tool, folder: Path, tmp_path: Path) -> None:
     hub.publish(REPO, folder)
     repo = hub.repos[REPO]
@@ -447,6 +462,7 @@ def test_gated_private_and_wrong_tokens(hub: HubServer, tool: Tool, folder: Path
     assert tool("inspect", REPO, HF_TOKEN="hf_right").returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "what"), [("pytorch_model.bin", ".bin"), ("model-Q4_K_M.gguf", "GGUF")])
 def test_a_repository_without_safetensors_says_what_it_has(
     hub: HubServer, tool: Tool, tmp_path: Path, file: str, what: str
@@ -458,6 +474,7 @@ def test_a_repository_without_safetensors_says_what_it_has(
     told(tool("inspect", REPO), 3, f"no .safetensors file in it, only {'PyTorch ' if what == '.bin' else ''}{what}")
 
 
+@pytest.mark.slow
 def test_a_pointer_that_was_uploaded_as_a_file_is_told(
     hub: HubServer, tool: Tool, folder: Path, tmp_path: Path
 ) -> None:
@@ -469,6 +486,7 @@ def test_a_pointer_that_was_uploaded_as_a_file_is_told(
     told(tool("convert", "owner/other", tmp_path / "out"), 3, "tokenizer.json", "LFS pointer")
 
 
+@pytest.mark.slow
 def test_a_network_that_fails_is_told(hub: HubServer, tool: Tool) -> None:
     told(tool("inspect", REPO, HF_HUB_OFFLINE="1"), 3, "not in the local cache", "HF_HUB_OFFLINE")
     told(tool("inspect", REPO, HF_ENDPOINT="http://127.0.0.1:9"), 3, "http://127.0.0.1:9 can't be reached")
@@ -506,6 +524,7 @@ def test_what_is_in_the_cache_is_read_from_there(
     assert all(one["source"] == receipts[0]["source"] for one in receipts)
 
 
+@pytest.mark.slow
 def test_files_that_the_cache_lacks_are_streamed_and_the_rest_is_not(
     hub: HubServer, tool: Tool, folder: Path, local: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -521,13 +540,16 @@ def test_files_that_the_cache_lacks_are_streamed_and_the_rest_is_not(
     told(tool("inspect", REPO, HF_HUB_OFFLINE="1"), 3, "incomplete", "00002-of-00003")
 
 
+@pytest.mark.slow
 def test_via_cache_needs_a_repository(tool: Tool, folder: Path, tmp_path: Path) -> None:
     run = tool("convert", folder, tmp_path / "out", "--via-cache")
     assert run.returncode == 2
     assert "Hub id" in run.stderr
 
 
-@pytest.mark.parametrize("flag", [[], ["--via-cache"]], ids=["streamed", "via-cache"])
+@pytest.mark.parametrize(
+    "flag", [[], pytest.param(["--via-cache"], marks=pytest.mark.slow)], ids=["streamed", "via-cache"]
+)
 def test_a_full_disk_is_told_before_anything_is_written(
     hub: HubServer, tool: Tool, tmp_path: Path, flag: list[str]
 ) -> None:
@@ -541,6 +563,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
     assert sum(one.n_bytes for one in hub.reads()) < 20e6
 
 
+@pytest.mark.slow
 def test_verify_reads_a_repository_by_ranges(hub: HubServer, tool: Tool, folder: Path, tmp_path: Path) -> None:
     hub.publish(REPO, folder)
     assert tool.json("verify", REPO)["passed"]
@@ -549,6 +572,7 @@ def test_verify_reads_a_repository_by_ranges(hub: HubServer, tool: Tool, folder:
     assert {check["name"]: check["passed"] for check in found["checks"]}["source"]
 
 
+@pytest.mark.slow
 def test_a_run_that_waits_for_a_busy_server_can_be_stopped(
     hub: HubServer, tool: Tool, folder: Path, tmp_path: Path
 ) -> None:

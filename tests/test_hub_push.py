@@ -88,6 +88,7 @@ def test_a_result_is_published_with_a_card_made_from_its_receipt(hub: HubServer,
         assert text in card
 
 
+@pytest.mark.slow
 def test_a_published_result_is_read_from_the_hub_as_canonical(hub: HubServer, tool: Tool, result: Path) -> None:
     assert tool("push", result, NEW).returncode == 0
     found = tool.json("inspect", NEW)
@@ -102,6 +103,7 @@ def test_a_dry_run_shows_card_and_files_and_sends_nothing(hub: HubServer, tool: 
     assert hub.asked == []
 
 
+@pytest.mark.slow
 def test_a_conversion_is_published_when_it_is_done(hub: HubServer, tool: Tool, source: Path, tmp_path: Path) -> None:
     hub.publish(REPO, source)
     dry = tool.json("convert", REPO, tmp_path / "out", "--push-to-hub", NEW, "--dry-run")
@@ -125,6 +127,7 @@ def test_a_result_that_fails_its_verification_is_never_sent(
     assert hub.asked == []
 
 
+@pytest.mark.slow
 def test_a_result_whose_values_are_broken_is_never_sent(
     hub: HubServer, tool: Tool, result: Path, tmp_path: Path
 ) -> None:
@@ -144,6 +147,7 @@ def change(folder: Path, edited: Callable[[str, np.ndarray], np.ndarray]) -> Non
         assert file.stat().st_size == n_bytes
 
 
+@pytest.mark.slow
 def test_only_a_whole_result_is_sent(hub: HubServer, tool: Tool, source: Path, result: Path, tmp_path: Path) -> None:
     told(tool("push", source, NEW), 3, "no qwen35.json in it")
     folder = shutil.copytree(result, tmp_path / "out")
@@ -156,6 +160,7 @@ def test_only_a_whole_result_is_sent(hub: HubServer, tool: Tool, source: Path, r
     assert (run.returncode, hub.asked) == (2, [])
 
 
+@pytest.mark.slow
 def test_a_repository_that_holds_another_model_is_left_alone(
     hub: HubServer, tool: Tool, source: Path, result: Path, tmp_path: Path
 ) -> None:
@@ -167,6 +172,7 @@ def test_a_repository_that_holds_another_model_is_left_alone(
     assert hub.repos[NEW].commits[-1][0] == commit
 
 
+@pytest.mark.slow
 def test_without_the_right_to_write_nothing_begins(
     hub: HubServer, tool: Tool, source: Path, result: Path, tmp_path: Path
 ) -> None:
@@ -179,6 +185,7 @@ def test_without_the_right_to_write_nothing_begins(
     told(tool("push", result, NEW), 4, "You have no right to write here")
 
 
+@pytest.mark.slow
 def test_an_upload_that_broke_is_taken_up_again(hub: HubServer, tool: Tool, result: Path) -> None:
     hub.faults = [Fault("/lfs/", after=2, times=9, status=400)]
     told(tool("push", result, NEW), 4, "the same command resumes")
