@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -87,12 +88,15 @@ def push(publication: Publication, *, progress: bool = False) -> Published:
     Raises DestinationError where the repository can't be written, or holds another model; the same call resumes.
     """
     check_repository(publication.repo, publication.files)
+    flag = ["--private"] if publication.private else []
+    again = shlex.join(["qwen35", "push", *flag, str(publication.folder), publication.repo])
     return upload(
         publication.repo,
         {file: publication.folder / file for file in publication.files},
         publication.card,
         private=publication.private,
         message=f"Converted by qwen35conv {__version__}",
+        resume=f"`{again}` goes on; what has arrived is not sent again",
         progress=progress,
     )
 

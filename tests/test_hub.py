@@ -448,6 +448,9 @@ def test_no_such_repository_or_revision(hub: HubServer, tool: Tool, folder: Path
     told(tool("inspect", "owner/nothing"), 3, "owner/nothing: no such repository", "or a private one", "hf auth login")
     told(tool("inspect", REPO, "--revision", "v9"), 3, "no revision v9 in it")
     told(tool("inspect", "no/such/folder"), 3, "no such folder or file")
+    told(tool("inspect", "owner/two--dashes..and.dots"), 3, "no valid name of a repository", "owner/name")
+    hub.faults = [Fault("/api/", status=200)]
+    told(tool("inspect", REPO), 3, "not as the Hub does", "HF_ENDPOINT")
     told(tool("inspect", folder, "--revision", "main"), 3, "has no --revision main")
 
 
@@ -603,3 +606,37 @@ def test_the_memory_of_a_streamed_conversion_is_bounded(hub: HubServer, tool: To
     run = subprocess.run(command, capture_output=True, text=True, env=tool.environment, check=True)
     tiny.assert_same(tiny.load(tmp_path / "out"), made.canonical)
     assert int(run.stderr.split()[-2]) < 250_000  # KB, of 820 MB
+
+
+@pytest.mark.slow
+def test_a_header_longer_than_what_is_read_at_first_touch(hub: HubServer, tool: Tool, tmp_path: Path) -> None:
+    made = tiny.make(tiny.Sizes(experts=300), experts="single")
+    folder = tiny.save(tmp_path / "model", made.raw, made.config, n_shards=1)
+    shard = folder / "model.safetensors-00001-of-00001.safetensors"
+    assert int.from_bytes(shard.read_bytes()[:8], "little") > 300_000
+    hub.publish(REPO, folder)
+    assert tool.json("inspect", REPO)["verdict"] == "raw"
+    assert tool("convert", REPO, tmp_path / "out").returncode == 0
+    tiny.assert_same(tiny.load(tmp_path / "out"), made.canonical)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [None, 0, 700_001], ids=["equal", "differs-in-a-sample", "differs-elsewhere"])
+def test_a_tied_head_is_sampled_by_inspect_and_compared_by_convert(
+    hub: HubServer, tool: Tool, tmp_path: Path, where: int | None
+) -> None:
+    made = tiny.make(SIZES, tied=True)
+    head = made.raw["model.language_model.embed_tokens.weight"].copy()
+    if where is not None:
+        head.reshape(-1).view("u2")[where] ^= 1
+    hub.publish(REPO, tiny.save(tmp_path / "model", made.raw | {"lm_head.weight": head}, made.config))
+    hub.forget_requests()
+    codes = {one["code"] for one in tool.json("inspect", REPO)["findings"]}
+    assert ("head-sampled" in codes) == (where != 0)
+    assert sum(one.n_bytes for one in hub.reads("/cdn/")) < 500_000
+    run = tool("convert", REPO, tmp_path / "out")
+    local = tool("convert", tmp_path / "model", tmp_path / "local")
+    assert run.returncode == local.returncode
+    if run.returncode == 0:
+        assert files_of(tmp_path / "out") == files_of(tmp_path / "local")
+        assert ("language_model.lm_head.weight" in tiny.load(tmp_path / "out")) == (where is not None)

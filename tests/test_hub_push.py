@@ -188,7 +188,7 @@ def test_without_the_right_to_write_nothing_begins(
 @pytest.mark.slow
 def test_an_upload_that_broke_is_taken_up_again(hub: HubServer, tool: Tool, result: Path) -> None:
     hub.faults = [Fault("/lfs/", after=2, times=9, status=400)]
-    told(tool("push", result, NEW), 4, "the same command resumes")
+    told(tool("push", result, NEW), 4, f"`qwen35 push {result} {NEW}` goes on")
     assert hub.repos[NEW].commits == []
     hub.faults = [Fault("/lfs/", times=1, status=503, headers={"Retry-After": "0"})]
     arrived = set(hub.uploads)
@@ -197,6 +197,37 @@ def test_an_upload_that_broke_is_taken_up_again(hub: HubServer, tool: Tool, resu
     assert tool("push", result, NEW).returncode == 0
     assert not any(oid in one.path for one in hub.asked for oid in arrived)
     assert sent(hub)["model-00001-of-00002.safetensors"] == (result / "model-00001-of-00002.safetensors").read_bytes()
+
+
+VARIANTS = {
+    "sidecar": ["--mtp", "sidecar"],
+    "kept head": ["--mtp", "keep"],
+    "vision": ["--keep-vision"],
+    "float32": ["--norm-dtype", "float32", "--max-shard-size", "1MB"],
+    "assumed": ["--assume", "raw"],
+    "checksums": ["--checksum"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_every_kind_of_result_may_be_published(tool: Tool, source: Path, tmp_path: Path, options: list[str]) -> None:
+    assert tool("convert", source, tmp_path / "out", *options).returncode == 0
+    run = tool("push", tmp_path / "out", NEW, "--dry-run")
+    assert run.returncode == 0, run.stderr
+    command = next(line for line in run.stdout.splitlines() if line.strip().startswith("qwen35 convert"))
+    wanted = [text.replace("1MB", "1000000") for text in options if text != "--checksum"]
+    assert command.split() == ["qwen35", "convert", *sorted_like(wanted, command.split()), "model", "model-mlx"]
+    if "--checksum" in options:
+        shard = tmp_path / "out" / "model-00001-of-00002.safetensors"
+        raw = bytearray(shard.read_bytes())
+        raw[-1] ^= 1
+        shard.write_bytes(raw)
+        told(tool("push", tmp_path / "out", NEW, "--dry-run"), 3, shard.name)
+
+
+def sorted_like(words: list[str], others: list[str]) -> list[str]:
+    return sorted(words, key=others.index)
 
 
 def head_of(card: str) -> ModelCardData:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx2
 from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.hf_api import ModelInfo, RepoSibling
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -48,12 +48,16 @@ def open_repository(repo: str, revision: str | None = None) -> Repository:
         if constants.is_offline_mode():
             raise OfflineModeIsEnabled("offline")
         info = _ask(repo, wanted)
-    except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
+    except (httpx2.HTTPError, OfflineModeIsEnabled, HFValidationError) as error:
         found = _from_cache(repo, wanted) if is_unreachable(error) else None
         if found is None:
             raise explained(error, repo, revision=wanted) from error
         return found
-    commit = info.sha or ""
+    except (ValueError, KeyError, TypeError) as error:
+        raise _no_hub(repo) from error
+    if info.sha is None:
+        raise _no_hub(repo)
+    commit = info.sha
     files = {one.rfilename: _remote_file(one) for one in info.siblings or ()}
     return Repository(repo, wanted, commit, files, cached_files(repo, commit, files), asked=True)
 
@@ -140,6 +144,13 @@ def _ask(repo: str, revision: str) -> ModelInfo:
                 raise
             threading.Event().wait(_WAIT * 2**attempt)
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _no_hub(repo: str) -> SourceError:
+    return SourceError(
+        f"{repo}: {constants.ENDPOINT} answers, but not as the Hub does",
+        hint="check HF_ENDPOINT, and the network's login",
+    )
 
 
 def _remote_file(one: RepoSibling) -> RemoteFile:

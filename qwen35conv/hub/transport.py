@@ -7,10 +7,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import httpx2
-from huggingface_hub import constants, get_session
+from huggingface_hub import constants, get_session, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -26,7 +26,6 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 20.0  # seconds
 _LONGEST_ASKED = 330.0  # seconds: the Hub's rate limits reset every five minutes
 _PROGRESS_BYTES = 1 << 16  # a connection that brought fewer is one more failure in a row
 _PART_OVERHEAD = 1 << 10  # bytes: the head of a part
-_SHA256_DIGITS = 64
 
 
 class StoppedError(Exception):
@@ -182,7 +181,7 @@ class Transport:
         raise SourceError(f"{self.repo}/{file.name}: the Hub redirects without end")
 
     def _url(self, file: RemoteFile) -> str:
-        return f"{constants.ENDPOINT}/{self.repo}/resolve/{self.commit}/{quote(file.name)}"
+        return hf_hub_url(self.repo, file.name, revision=self.commit)
 
     def _check_status(self, file: RemoteFile, response: httpx2.Response, at_hub: bool, *, n_ranges: int) -> None:
         if response.status_code < 400:
@@ -210,6 +209,7 @@ class Transport:
         linked = _plain(response.headers.get(constants.HUGGINGFACE_HEADER_X_LINKED_ETAG))
         own = None if response.has_redirect_location else _plain(response.headers.get("etag"))
         etag = linked or own
+        # A mirror may name a file by another kind of digest: of another length, it says nothing.
         if etag is not None and file.etag is not None and len(etag) == len(file.etag) and etag != file.etag:
             raise self._changed(file, f"its ETag is {etag}, not {file.etag}")
         n_bytes = response.headers.get(constants.HUGGINGFACE_HEADER_X_LINKED_SIZE)

@@ -16,7 +16,6 @@ from qwen35conv.hub.faults import LOGIN, explained, status_of, told
 from qwen35conv.hub.repository import progress_bars
 
 CARD = "README.md"
-_RESUMES = "the same command resumes: what has arrived is not sent again"
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".npz", ".h5", ".msgpack", ".onnx")
 
 
@@ -50,11 +49,11 @@ def check_repository(repo: str, files: Collection[str] | None = None) -> None:
 
 
 def upload(
-    repo: str, files: Mapping[str, Path], card: str, *, private: bool, message: str, progress: bool
+    repo: str, files: Mapping[str, Path], card: str, *, private: bool, message: str, resume: str, progress: bool
 ) -> Published:
     """The commit that now holds `files` and the card, in a repository that is made where it does not exist.
 
-    Raises DestinationError where it can't be written; the same call resumes.
+    Raises DestinationError where it can't be written; the same call resumes, and `resume` says how a person does.
     """
     api = HfApi()
     operations = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
@@ -64,16 +63,16 @@ def upload(
             url = api.create_repo(repo, private=private or None, exist_ok=True)
             done = api.create_commit(repo, operations, commit_message=message)
     except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
-        raise _refused(repo, error) from error
+        raise _refused(repo, error, resume) from error
     except (OSError, RuntimeError, ValueError) as error:  # of files that can't be read, of hf_xet, of an odd answer
         cause = error.__cause__
         if isinstance(cause, (httpx2.HTTPError, OfflineModeIsEnabled)):
-            raise _refused(repo, cause) from error
-        raise DestinationError(f"{repo}: the upload fails: {error}", hint=_RESUMES) from error
+            raise _refused(repo, cause, resume) from error
+        raise DestinationError(f"{repo}: the upload fails: {error}", hint=resume) from error
     return Published(str(url), done.oid)
 
 
-def _refused(repo: str, error: Exception) -> Qwen35ConvError:
+def _refused(repo: str, error: Exception, resume: str) -> Qwen35ConvError:
     if isinstance(error, RepositoryNotFoundError) or status_of(error) in (401, 403):
         said = error.server_message if isinstance(error, HfHubHTTPError) and error.server_message else "no right to it"
         return DestinationError(
@@ -81,4 +80,4 @@ def _refused(repo: str, error: Exception) -> Qwen35ConvError:
             hint=f"use your own name or an organisation's that you may write to; {LOGIN}",
         )
     found = explained(error, repo, make=DestinationError)
-    return DestinationError(str(found), hint=_RESUMES)
+    return DestinationError(str(found), hint=resume)
