@@ -170,7 +170,9 @@ def convert(
     norm_dtype: NormDtypeOpt = NormChoice.source,
     max_shard_size: MaxShardOpt = None,
     tie_embeddings: TieOpt = False,
-    jobs: Annotated[Optional[int], typer.Option("--jobs", min=1, max=64, help="Shards at once.")] = None,
+    jobs: Annotated[
+        Optional[int], typer.Option("--jobs", min=1, max=64, help="Shards, or connections to the Hub, at once.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST, once the new folder is whole.")] = False,
     checksum: Annotated[bool, typer.Option("--checksum", help="Put each shard's SHA-256 into the receipt.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip the quick verification of the result.")] = False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -18,14 +17,11 @@ import numpy as np
 import pytest
 import tiny
 from hub_server import Fault, HubServer, serving
+from hub_tool import REPO, SIZES, Tool, files_of, told
 
 from qwen35conv import make_plan, open_source, read_checkpoint
 from qwen35conv.planning.pieces import Piece
 from qwen35conv.writing.steps import steps_of
-
-REPO = "owner/model"
-# Some MB in three shards, so that a shard is far longer than what is read of it at first touch.
-SIZES = tiny.Sizes(hidden=64, vocab=12000, intermediate=700)
 
 
 @pytest.fixture
@@ -48,47 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, made: tiny.Made) -> Path:
     return folder
 
 
-class Tool:
-    """The command line with its own home, pointed at the server."""
-
-    def __init__(self, hub: HubServer, home: Path) -> None:
-        self.environment = os.environ | {
-            "COLUMNS": "120",
-            "HF_ENDPOINT": hub.endpoint,
-            "HF_HOME": str(home),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-        }
-        for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
-            self.environment.pop(name, None)
-
-    def command(self, *arguments: object) -> list[str]:
-        return [sys.executable, "-m", "qwen35conv", *map(str, arguments)]
-
-    def __call__(self, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(*arguments), capture_output=True, text=True, timeout=120,
-            env=self.environment | environment, check=False,
-        )  # fmt: skip
-
-    def json(self, *arguments: object, **environment: str) -> dict[str, Any]:
-        run = self(*arguments, "--json", **environment)
-        assert run.returncode == 0, run.stdout + run.stderr
-        found: dict[str, Any] = json.loads(run.stdout)
-        return found
-
-
 @pytest.fixture
 def tool(hub: HubServer, tmp_path: Path) -> Tool:
     return Tool(hub, tmp_path / "home")
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "qwen35.json"
-    }
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +108,14 @@ def test_inspecting_a_repository_of_27b_reads_under_one_percent(
             if name.endswith(".safetensors"):
                 n_requests = sum(name in one.path or str(blob.sha256) in one.path for one in reads)
                 assert n_requests <= 3, name  # the redirect, the header, the gains
+
+
+@pytest.mark.slow
+def test_a_server_without_ranges_is_told(hub: HubServer, tool: Tool, tmp_path: Path) -> None:
+    make_27b(tmp_path / "27B")
+    hub.publish("owner/27B", tmp_path / "27B", sparse=True)
+    hub.faults = [Fault("/cdn/", times=999, no_ranges=True)]
+    told(tool("inspect", "owner/27B"), 3, "whole files only", "--via-cache")
 
 
 def make_27b(folder: Path, n_rows: int = 248320) -> int:
@@ -262,6 +228,7 @@ FAULTS = {
     "address ran out": [Fault("/cdn/", times=1, after=4, status=403)],
     "another ETag once": [Fault("file=model.safetensors-00001", times=1, after=2, etag="f" * 40)],
     "no several ranges": [],
+    "whole files": [Fault("tokenizer.json", times=3, no_ranges=True)],
 }
 
 
@@ -286,7 +253,6 @@ LASTING = {
     "stale ETag of the CDN": (Fault("/cdn/", times=99, after=6, etag="f" * 40), "ETag changed"),
     "another length": (Fault("/resolve/", times=99, n_bytes=1000), "1000 bytes, not"),
     "another length at the CDN": (Fault("/cdn/", times=99, after=4, n_bytes=2_000_000_000), "2000000000 bytes, not"),
-    "whole files only": (Fault("/cdn/", times=99, after=6, no_ranges=True), "no ranges"),
     "drops for good": (Fault("/cdn/", times=999, after=6, drop_after=0), "can't be reached"),
 }
 
@@ -429,18 +395,6 @@ def change_folder(folder: Path, source: Path, **files: str | None) -> Path:
         if text is not None:
             (folder / name).write_text(text)
     return folder
-
-
-def told(run: subprocess.CompletedProcess[str], code: int, *texts: str) -> None:
-    """The run ended with a code and an error of two lines that holds the texts."""
-    assert run.returncode == code, run.stderr
-    assert run.stdout == ""
-    assert "Traceback" not in run.stderr
-    error, hint = run.stderr.strip().splitlines()
-    assert error.startswith("error: ")
-    assert hint.startswith("hint: ")
-    for text in texts:
-        assert text in run.stderr, run.stderr
 
 
 def test_no_such_repository_or_revision(hub: HubServer, tool: Tool, folder: Path) -> None:

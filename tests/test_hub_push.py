@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import tiny
 from hub_server import Fault, HubServer, serving
+from hub_tool import REPO, SIZES, Tool, told
 from huggingface_hub import ModelCard, ModelCardData
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from test_hub import SIZES, Tool, told
 
 from qwen35conv.hub.card import Front, build_card, command_of, parse_front
 
-REPO, NEW = "owner/model", "owner/model-mlx"
+NEW = "owner/model-mlx"
 README = """---
 license: other
 license_name: qwen

@@ -25,6 +25,7 @@ _MAX_TRIES = 6  # in a row, without a byte between them
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 20.0  # seconds
 _LONGEST_ASKED = 330.0  # seconds: the Hub's rate limits reset every five minutes
 _PROGRESS_BYTES = 1 << 16  # a connection that brought fewer is one more failure in a row
+_MOST_SKIPPED = 32 << 20  # bytes: of a longer file the beginning is not read only to get past it
 _PART_OVERHEAD = 1 << 10  # bytes: the head of a part
 
 
@@ -83,10 +84,14 @@ class Transport:
             n_got = 0
             try:
                 with self._answer(file, [(begin, end)]) as response:
+                    n_skipped = begin if response.status_code == 200 else 0
                     for chunk in response.iter_raw():
                         if stop.is_set():
                             raise StoppedError
-                        part = chunk[: end - begin]
+                        if len(chunk) <= n_skipped:
+                            n_skipped -= len(chunk)
+                            continue
+                        part, n_skipped = chunk[n_skipped : n_skipped + end - begin], 0
                         if not part:
                             break  # more than was asked for
                         begin, n_got = begin + len(part), n_got + len(part)
@@ -234,7 +239,7 @@ class Transport:
             n_bytes = response.headers.get("content-length", "")
             if n_bytes.isdigit() and int(n_bytes) != file.n_bytes:
                 raise self._changed(file, f"it has {n_bytes} bytes, not {file.n_bytes}")
-            if ranges[0] != (0, file.n_bytes):
+            if ranges[0][0] and file.n_bytes > _MOST_SKIPPED:
                 raise SourceError(
                     f"{self.repo}/{file.name}: the server gives whole files only, no ranges of them",
                     hint="--via-cache downloads the files first",
