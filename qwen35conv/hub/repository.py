@@ -154,9 +154,10 @@ def _no_hub(repo: str) -> SourceError:
 
 
 def _remote_file(one: RepoSibling) -> RemoteFile:
-    if one.size is None:
+    n_bytes = one.size if one.size is not None or one.lfs is None else one.lfs.size
+    if n_bytes is None:
         raise SourceError(f"{one.rfilename}: the Hub does not say how long it is", hint="check HF_ENDPOINT")
-    return RemoteFile(one.rfilename, one.size, one.lfs.sha256 if one.lfs is not None else one.blob_id)
+    return RemoteFile(one.rfilename, n_bytes, one.lfs.sha256 if one.lfs is not None else one.blob_id)
 
 
 def _from_cache(repo: str, revision: str) -> Repository | None:

@@ -147,7 +147,7 @@ class _Growing:
         """Flush what is written and note the steps that this makes lasting: from so many bytes on, or after seconds."""
         with self._noting:
             n_bytes = sum(step.n_bytes for step in self._unnoted)
-            if n_bytes < at_least and time.monotonic() - self._noted_at < _NOTED_SECONDS:
+            if not n_bytes or (n_bytes < at_least and time.monotonic() - self._noted_at < _NOTED_SECONDS):
                 return
             steps, self._unnoted, self._noted_at = self._unnoted, [], time.monotonic()
         os.fsync(target)
