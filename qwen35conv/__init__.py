@@ -1,6 +1,6 @@
 """Convert Qwen3.5-family checkpoints to the canonical MLX layout, bit for bit where nothing changes.
 
-source = open_source("Qwen3.5-0.8B")
+source = open_source("Qwen3.5-0.8B")      # a folder, a file, or a Hub id: owner/name
 checkpoint = read_checkpoint(source)     # headers and gains, no other tensor
 plan = make_plan(checkpoint)             # pure data: every tensor's byte ranges and fix
 view = open_view(source, plan)           # canonical name -> array, nothing rewritten

@@ -73,7 +73,12 @@ class RunChoice(str, Enum):
     float16 = "float16"
 
 
-SourceArg = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint's folder, or one .safetensors file.")]
+SourceArg = Annotated[
+    str, typer.Argument(metavar="SRC", help="A checkpoint's folder, one .safetensors file, or a Hub id owner/name.")
+]
+RevisionOpt = Annotated[
+    Optional[str], typer.Option("--revision", metavar="R", help="A Hub repository's branch, tag or commit.")
+]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 DebugOpt = Annotated[bool, typer.Option("--debug", help="Show a traceback where something fails.")]
 IgnoreIndexOpt = Annotated[
@@ -128,6 +133,7 @@ def inspect(
     assume: AssumeOpt = None,
     repair: RepairOpt = False,
     ignore_index: IgnoreIndexOpt = False,
+    revision: RevisionOpt = None,
     as_json: JsonOpt = False,
     debug: DebugOpt = False,
 ) -> None:
@@ -137,7 +143,9 @@ def inspect(
         from qwen35conv.inspection import inspect_checkpoint
         from qwen35conv.source import open_source, read_checkpoint
 
-        checkpoint = read_checkpoint(open_source(source), ignore_index=ignore_index)
+        opened = open_source(source, revision=revision)
+        with report.steps("inspect") as on_progress:
+            checkpoint = read_checkpoint(opened, ignore_index=ignore_index, sampled=True, on_progress=on_progress)
         inspection = inspect_checkpoint(checkpoint, _options(keep_vision, mtp, assume, repair))
         if lora_targets and inspection.plan is not None:
             report.show_lora_targets(inspection.plan, as_json=as_json)
@@ -145,6 +153,9 @@ def inspect(
         report.show_inspection(inspection, as_json=as_json, all_tensors=tensors, report=save)
         if inspection.problem is not None:
             raise typer.Exit(inspection.problem.exit_code)
+
+
+PrivateOpt = Annotated[bool, typer.Option("--private", help="Make the Hub repository private.")]
 
 
 @app.command()
@@ -159,39 +170,95 @@ def convert(
     norm_dtype: NormDtypeOpt = NormChoice.source,
     max_shard_size: MaxShardOpt = None,
     tie_embeddings: TieOpt = False,
-    jobs: Annotated[Optional[int], typer.Option("--jobs", min=1, max=64, help="Shards at once.")] = None,
+    jobs: Annotated[
+        Optional[int], typer.Option("--jobs", min=1, max=64, help="Shards, or connections to the Hub, at once.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST, once the new folder is whole.")] = False,
     checksum: Annotated[bool, typer.Option("--checksum", help="Put each shard's SHA-256 into the receipt.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip the quick verification of the result.")] = False,
     ignore_index: IgnoreIndexOpt = False,
+    revision: RevisionOpt = None,
+    via_cache: Annotated[
+        bool, typer.Option("--via-cache", help="Download a Hub repository's files into the local cache first.")
+    ] = False,
+    push_to_hub: Annotated[
+        Optional[str], typer.Option("--push-to-hub", metavar="owner/new", help="Publish the result on the Hub.")
+    ] = None,
+    private: PrivateOpt = False,
     as_json: JsonOpt = False,
     debug: DebugOpt = False,
 ) -> None:
     """Write the canonical form of a checkpoint to a new folder, whole or not at all."""
+    if private and push_to_hub is None:
+        raise typer.BadParameter("--private needs --push-to-hub")
+    if push_to_hub is not None:
+        _check_hub_id("--push-to-hub", push_to_hub)
     with _reporting("convert", as_json, debug):
         from qwen35conv import report
-        from qwen35conv.convert import carry_out, check_target, prepare
+        from qwen35conv.convert import carry_out, check_target, download_first, prepare
         from qwen35conv.planning.plan import make_plan
-        from qwen35conv.source import open_source, read_checkpoint
+        from qwen35conv.source import LocalSource, open_source, read_checkpoint
 
         options = _options(keep_vision, mtp, assume, repair, norm_dtype, max_shard_size, tie_embeddings)
-        opened = open_source(source)
+        opened = open_source(source, revision=revision)
+        if via_cache and isinstance(opened, LocalSource):
+            raise typer.BadParameter("--via-cache needs a Hub id; this source is on this machine already")
         check_target(opened, destination, overwrite=overwrite)
-        plan = make_plan(read_checkpoint(opened, ignore_index=ignore_index), options)
+        with report.steps("convert") as on_progress:
+            plan = make_plan(read_checkpoint(opened, ignore_index=ignore_index, on_progress=on_progress), options)
         preparation = prepare(opened, plan, destination, jobs=jobs)
         if dry_run:
-            report.show_plan(preparation, as_json=as_json)
+            from qwen35conv.push import draft_push
+
+            draft = None if push_to_hub is None else draft_push(opened, preparation, push_to_hub, private=private)
+            report.show_plan(preparation, draft, as_json=as_json)
             return
+        if push_to_hub is not None:
+            from qwen35conv.push import check_repository
+
+            check_repository(push_to_hub, [shard.file for shard in plan.shards])
+        if not isinstance(opened, LocalSource) and via_cache:
+            download_first(opened, preparation, progress=report.shows_progress())
+            preparation = prepare(opened, plan, destination, jobs=jobs)
         with report.progress("convert", preparation.n_shard_bytes) as on_bytes:
             outcome = carry_out(
                 opened, preparation, overwrite=overwrite, checksum=checksum, check=not no_verify, on_bytes=on_bytes
             )
-        report.show_conversion(outcome, as_json=as_json)
+        publication, published = None, None
+        if push_to_hub is not None:
+            from qwen35conv.push import prepare_push, push
+
+            verified = outcome.verification is not None
+            publication = prepare_push(destination, push_to_hub, private=private, verified=verified)
+            published = push(publication, progress=report.shows_progress())
+        report.show_conversion(outcome, publication, published, as_json=as_json)
+
+
+@app.command("push")
+def push_command(
+    folder: Annotated[Path, typer.Argument(metavar="DST", help="The folder that convert made.")],
+    repo: Annotated[str, typer.Argument(metavar="owner/new", help="The Hub repository; made where it does not exist.")],
+    private: PrivateOpt = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the card and the files; send nothing.")] = False,
+    as_json: JsonOpt = False,
+    debug: DebugOpt = False,
+) -> None:
+    """Publish a converted folder on the Hub, with a model card made from its receipt, if it passes its verification."""
+    _check_hub_id("owner/new", repo)
+    with _reporting("push", as_json, debug):
+        from qwen35conv import report
+        from qwen35conv.push import prepare_push, push
+
+        publication = prepare_push(folder, repo, private=private)
+        published = None if dry_run else push(publication, progress=report.shows_progress())
+        report.show_push(publication, published, as_json=as_json)
 
 
 @app.command()
 def verify(
-    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, raw or converted.")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CKPT", help="A checkpoint's folder or Hub id, raw or converted.")
+    ],
     source: Annotated[
         Optional[str], typer.Option("--source", metavar="SRC", help="What it was made from: every byte is compared.")
     ] = None,
@@ -218,6 +285,7 @@ def verify(
         typer.Option("--max-memory", metavar="SIZE", help="Keep the model in memory up to this size, such as 8GB."),
     ] = None,
     ignore_index: IgnoreIndexOpt = False,
+    revision: RevisionOpt = None,
     as_json: JsonOpt = False,
     debug: DebugOpt = False,
 ) -> None:
@@ -234,11 +302,11 @@ def verify(
         from qwen35conv import verify as room
         from qwen35conv.source import open_source, read_checkpoint
 
-        opened = open_source(checkpoint)
+        opened = open_source(checkpoint, revision=revision if source is None else None)
         found = read_checkpoint(opened, ignore_index=ignore_index)
         plan = room.plan_to_verify(found)
         options = room.VerifyOptions(
-            original=None if source is None else room.open_original(source, found, plan),
+            original=None if source is None else room.open_original(source, found, plan, revision=revision),
             prompt=prompt if prompt_file is None else room.read_prompt(prompt_file),
             tokens=None if tokens is None else _token_ids(tokens),
             chat=chat,
@@ -339,6 +407,11 @@ def _options(
         max_shard_bytes=None if max_shard_size is None else _size("--max-shard-size", max_shard_size),
         tie=tie_embeddings,
     )
+
+
+def _check_hub_id(option: str, text: str) -> None:
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text) is None:
+        raise typer.BadParameter(f"{option}: expected a Hub id owner/name, found {text[:80]!r}")
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}

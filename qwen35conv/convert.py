@@ -55,10 +55,11 @@ from qwen35conv.writing.writer import (
 )
 
 if TYPE_CHECKING:
+    from qwen35conv.hub.source import HubSource
     from qwen35conv.verify import Verification
 
 MTP_INDEX = "mtp.safetensors.index.json"
-_BLOCK = 1 << 20
+_N_CONNECTIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +119,10 @@ def prepare(source: Source, plan: Plan, destination: Path, *, jobs: int | None =
     config = build_config(plan)
     files = side_files(checkpoint)
     _check_pointers(source, files)
-    n_jobs = jobs or default_jobs()
+    n_jobs = jobs or default_jobs(source, plan)
     shards = (*plan.shards, *plan.sidecar)
     n_side = sum(checkpoint.listing[file] for file in files.copied)
     n_made = len(build_json(config)) + len(build_json(build_index(plan.shards)))
-    parent = next(folder for folder in destination.absolute().parents if folder.is_dir())
     return Preparation(
         plan=plan,
         destination=destination,
@@ -135,7 +135,7 @@ def prepare(source: Source, plan: Plan, destination: Path, *, jobs: int | None =
             n_written=n_side + n_made + sum(file_bytes(shard) for shard in shards),
             n_shared=0,
             n_memory=n_jobs * BUFFER_BYTES,
-            n_free=shutil.disk_usage(parent).free,
+            n_free=shutil.disk_usage(_parent(destination)).free,
         ),
         jobs=n_jobs,
     )
@@ -167,6 +167,30 @@ def write(
         check=check,
         on_bytes=on_bytes,
     )
+
+
+def download_first(source: HubSource, preparation: Preparation, *, progress: bool = False) -> None:
+    """Have all that will be read in the local cache, by the ordinary download; it is read from there then.
+
+    `progress` lets that draw its bars. Raises SourceError where it can't be had, DestinationError where the cache or
+    the destination lack room.
+    """
+    from qwen35conv.hub.repository import cache_folder
+
+    files = {*preparation.plan.checkpoint.identities, *preparation.files.copied, CONFIG, INDEX} & source.listing.keys()
+    wanted = [file for file in sorted(files) if source.local_path(file) is None]
+    n_bytes, n_written = sum(source.listing[file] for file in wanted), preparation.preflight.n_written
+    cache = _parent(cache_folder())
+    free, target = shutil.disk_usage(cache).free, _parent(preparation.destination)
+    is_one_disk = cache.stat().st_dev == target.stat().st_dev
+    if (need := n_bytes + (n_written if is_one_disk else 0)) > free:
+        also = f", the result {n_written} bytes on the same disk" if is_one_disk else ""
+        raise DestinationError(
+            f"{cache_folder()}: the download needs {n_bytes} bytes{also}: {need} in all, {free} are free",
+            hint="free some space, set HF_HOME to another disk, or leave --via-cache out, which needs no second copy",
+        )
+    _check_room(preparation, n_written)
+    source.download(wanted, progress=progress)
 
 
 def carry_out(
@@ -205,7 +229,8 @@ def carry_out(
         if beside is not None:
             proof = prove(source, plan, plan.sidecar, beside.folder)
             n_headers, n_tensors, n_gains = n_headers + proof[0], n_tensors + proof[1], n_gains + proof[2]
-        verification = _verify(plan, partial.folder) if check else None
+        assumed = plan.options.assume is not None
+        verification = verify_result(partial.folder, label=plan.checkpoint.label, assumed=assumed) if check else None
     return Outcome(preparation, written, time.monotonic() - begun, n_headers, n_tensors, n_gains, verification)
 
 
@@ -259,8 +284,11 @@ def _check_again(plan: Plan, result: LocalSource) -> None:
         raise DestinationError(f"{result.label}: converting the result again would change it")
 
 
-def _verify(plan: Plan, folder: Path) -> Verification:
-    """The quick steps of a verification. Raises CheckpointError where one fails."""
+def verify_result(folder: Path, *, label: str, assumed: bool) -> Verification:
+    """The quick steps of a verification. Raises CheckpointError where one fails.
+
+    `assumed`: the user vouched for the generation of the source.
+    """
     from qwen35conv.verify import QUICK, VerifyOptions, plan_to_verify, verify  # MLX: only where it is used
 
     result = LocalSource(folder, str(folder))
@@ -269,11 +297,11 @@ def _verify(plan: Plan, folder: Path) -> Verification:
     found = verify(result, again, checkpoint, VerifyOptions(steps=QUICK, brief=True))
     # Whoever overrules the verdict on the source has overruled it on the result. And gains of a model of a few layers
     # may say less once they are shifted: every one of them has just been compared with the plan.
-    vouched = plan.options.assume is not None or again.verdict.generation is Generation.UNKNOWN
+    vouched = assumed or again.verdict.generation is Generation.UNKNOWN
     for check in found.checks:
         if check.passed is False and not (vouched and check.name == "values"):
             raise CheckpointError(
-                f"{plan.checkpoint.label}: the result fails its verification: {check.name}: {check.summary}",
+                f"{label}: the result fails its verification: {check.name}: {check.summary}",
                 hint="nothing was published; --no-verify skips this, if you know better",
             )
     return found
@@ -293,8 +321,15 @@ def file_bytes(shard: PlanShard) -> int:
     return len(build_header(shard.tensors(), METADATA)) + shard.n_bytes
 
 
-def default_jobs() -> int:
-    """Shards at once: more than a few only make the disk seek."""
+def _parent(path: Path) -> Path:
+    """The nearest folder above a path that exists."""
+    return next(folder for folder in path.absolute().parents if folder.is_dir())
+
+
+def default_jobs(source: Source, plan: Plan) -> int:
+    """Threads that copy: of a disk more than a few only make it seek, of a network each is a connection."""
+    if any(source.local_path(shard.file) is None for shard in plan.checkpoint.shards):
+        return _N_CONNECTIONS
     return min(4, os.cpu_count() or 1)
 
 
@@ -320,8 +355,12 @@ def _check_pointers(source: Source, files: SideFiles) -> None:
 
 
 def _check_space(preparation: Preparation, partials: Sequence[Partial]) -> None:
-    n_done = sum(partial.n_finished_bytes for partial in partials)
-    need, free = preparation.preflight.n_written - n_done, preparation.preflight.n_free
+    n_done = sum(partial.n_finished_bytes + partial.n_grown_bytes for partial in partials)
+    _check_room(preparation, preparation.preflight.n_written - n_done)
+
+
+def _check_room(preparation: Preparation, need: int) -> None:
+    free = preparation.preflight.n_free
     if need > free:
         raise DestinationError(
             f"{preparation.destination}: needs {need} bytes, the file system has {free} free",
@@ -333,10 +372,7 @@ def _write_side_files(source: Source, preparation: Preparation, partial: Partial
     plan = preparation.plan
     for file in preparation.files.copied:
         n_bytes = plan.checkpoint.listing[file]
-        partial.write_file(
-            file,
-            (source.read(file, [(begin, min(begin + _BLOCK, n_bytes))])[0] for begin in range(0, n_bytes, _BLOCK)),
-        )
+        partial.write_file(file, source.stream(file, 0, n_bytes))
     gains = {write.sources[0]: (write, _joined(source, write)) for write in computed_gains(plan)}
     if gains:
         partial.write_file(SOURCE_GAINS, build_source_gains(gains))

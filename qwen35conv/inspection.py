@@ -228,7 +228,9 @@ def next_command(inspection: Inspection) -> str | None:
         return None
     source = inspection.checkpoint.label
     stem = PurePosixPath(source.rstrip("/")).name.removesuffix(".safetensors").lstrip(".-") or "converted"
-    return shlex.join(["qwen35", "convert", *_flags(plan.options), source, f"{stem}-mlx"])
+    origin = inspection.checkpoint.origin
+    at = [] if origin is None or origin.revision == "main" else ["--revision", origin.revision]
+    return shlex.join(["qwen35", "convert", *_flags(plan.options), *at, source, f"{stem}-mlx"])
 
 
 def needs_conversion(inspection: Inspection) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from qwen35conv.facts.checkpoint import (
     SUFFIX,
     Checkpoint,
     Finding,
+    Origin,
     Severity,
     Shard,
     Sidecar,
@@ -38,12 +40,19 @@ from qwen35conv.facts.header import LENGTH_BYTES, Dtype, Header, parse_header, p
 from qwen35conv.facts.layout import Place, Region, Role, parse_name
 from qwen35conv.generation.convention import Gain
 
+if TYPE_CHECKING:
+    from qwen35conv.hub.source import HubSource
+
 _MAX_DEPTH = 3  # of subfolders that are looked into for strays
 _MAX_JSON = 200_000_000  # bytes: an index of a million tensors is well below
 _BLOCK = 1 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
+_SAMPLES = 16  # places where a sampled comparison looks
+_SAMPLE_BYTES = 4 << 10
+
 Range = tuple[int, int]
+OnProgress = Callable[[str, int, int], None]  # what is read, and how many files of how many are done
 
 
 class Source(Protocol):
@@ -59,6 +68,18 @@ class Source(Protocol):
 
     def read(self, file: str, ranges: Sequence[Range]) -> list[bytes]:
         """The bytes of each range of a file. Raises SourceError where it ends early or can't be read."""
+
+    def read_many(
+        self, wanted: Mapping[str, Sequence[Range]], on_file: Callable[[str], None] = ...
+    ) -> Mapping[str, list[bytes]]:
+        """As `read`, of several files; `on_file` is told of each that is done."""
+
+    def stream(self, file: str, begin: int, end: int, stop: threading.Event | None = None) -> Iterator[bytes]:
+        """The bytes of one range, a few MB at most at a time; another thread may set `stop` to end it."""
+
+    @property
+    def origin(self) -> Origin | None:
+        """The commit on the Hub, where it is one."""
 
     def identity(self, file: str) -> str:
         """A text that changes when the file does."""
@@ -98,6 +119,25 @@ class LocalSource:
         except OSError as error:
             raise SourceError(f"{path}: can't be read: {error.strerror or error}") from error
 
+    def read_many(
+        self, wanted: Mapping[str, Sequence[Range]], on_file: Callable[[str], None] = lambda file: None
+    ) -> dict[str, list[bytes]]:
+        """As `read`, of several files, one after the other."""
+        found = {}
+        for file, ranges in wanted.items():
+            found[file] = self.read(file, ranges)
+            on_file(file)
+        return found
+
+    def stream(self, file: str, begin: int, end: int, stop: threading.Event | None = None) -> Iterator[bytes]:
+        """The bytes of one range, a MB at a time."""
+        for at in range(begin, end, _BLOCK):
+            yield from self.read(file, [(at, min(at + _BLOCK, end))])
+
+    @property
+    def origin(self) -> None:
+        """Not from the Hub."""
+
     def identity(self, file: str) -> str:
         """Bytes, time of the last change, and number of the file."""
         try:
@@ -111,11 +151,31 @@ class LocalSource:
         return self.folder / (file or self.only or "")
 
 
-def open_source(spec: str) -> LocalSource:
-    """The source that `spec` names: a folder or a single safetensors file.
+def open_source(spec: str, *, revision: str | None = None) -> LocalSource | HubSource:
+    """The source that `spec` names: a folder or a single safetensors file; where neither is there, a Hub repository.
 
-    Raises SourceError where nothing is there.
+    `revision` is a repository's branch, tag or commit. Raises SourceError where nothing is there.
     """
+    found = _open_local(spec)
+    if found is not None:
+        if revision is not None:
+            raise SourceError(
+                f"{shown(spec)}: a folder or file on this machine has no --revision {shown(revision)}",
+                hint="leave --revision out, or run the command in another folder to mean the Hub's repository",
+            )
+        return found
+    if _HUB_ID.fullmatch(spec):
+        from qwen35conv.hub.source import open_hub  # huggingface_hub: only where it is used
+
+        return open_hub(spec, revision)
+    raise SourceError(
+        f"{shown(spec)}: no such folder or file",
+        hint="check the path; it was not found on this machine. A Hub repository is named owner/name",
+    )
+
+
+def _open_local(spec: str) -> LocalSource | None:
+    """The folder or file that `spec` names; None where there is none."""
     try:
         path = Path(spec).expanduser()
         if path.is_dir():
@@ -132,10 +192,7 @@ def open_source(spec: str) -> LocalSource:
         raise SourceError(f"{shown(spec)}: no valid path: {error}", hint="check the path") from error
     if exists:
         raise SourceError(f"{spec}: neither a folder nor a regular file")
-    hint = "check the path; it was not found on this machine"
-    if _HUB_ID.fullmatch(spec):
-        hint += f". A Hub repository must be downloaded first: hf download {spec} --local-dir {path.name}"
-    raise SourceError(f"{shown(spec)}: no such folder or file", hint=hint)
+    return None
 
 
 def _refuse_part_of_set(path: Path) -> None:
@@ -145,10 +202,13 @@ def _refuse_part_of_set(path: Path) -> None:
         raise SourceError(f"{path.name}: one of {int(match['n'])} shards", hint="give the folder that holds them all")
 
 
-def read_checkpoint(source: Source, *, ignore_index: bool = False) -> Checkpoint:
+def read_checkpoint(
+    source: Source, *, ignore_index: bool = False, sampled: bool = False, on_progress: OnProgress | None = None
+) -> Checkpoint:
     """All facts of a checkpoint: headers, config, index, and the few KB of gains; no other tensor is read.
 
-    Raises SourceError or HeaderError for what can't be read, CheckpointError for what is no such model.
+    Where large tensors must be compared with each other, `sampled` reads a few places of those that are on no disk of
+    this machine. Raises SourceError or HeaderError for what can't be read, CheckpointError for what is no such model.
     """
     listing = source.listing
     weight_map = None
@@ -159,7 +219,8 @@ def read_checkpoint(source: Source, *, ignore_index: bool = False) -> Checkpoint
         raise SourceError(f"{source.label}: no {CONFIG} beside the shards", hint="fetch it from the model's repository")
     config = parse_config(f"{source.label}/{CONFIG}", _read_json(source, CONFIG))
     identities = {file: source.identity(file) for file in chosen.files}
-    shards = [Shard(file, read_header(source, file)) for file in chosen.files]
+    headers = _read_headers(source, chosen.files, _counting("headers", len(chosen.files), on_progress))
+    shards = [Shard(file, headers[file]) for file in chosen.files]
     strays = list(chosen.strays)
     if weight_map is None and len(shards) > 1:
         heads = [shard.file for shard in shards if _is_draft_head(shard.header)]
@@ -168,10 +229,16 @@ def read_checkpoint(source: Source, *, ignore_index: bool = False) -> Checkpoint
             strays += heads
     tensors, findings = locate(shards, weight_map)
     if weight_map is None:
-        tensors, equal = _without_copies(source, tensors)
+        tensors, equal = _without_copies(source, tensors, sampled)
         findings += equal
     check_is_model(source.label, tensors)
-    gains, not_finite, odd = _read_values(source, tensors)
+    gains, not_finite, odd = _read_values(source, tensors, on_progress)
+    is_equal, told = _compare_head(source, tensors, sampled) if config.tied else (None, [])
+    odd += told
+    origin = source.origin
+    if origin is not None and not origin.asked:
+        text = f"the Hub was not asked: {origin.revision} is commit {origin.commit} as the local cache has it"
+        odd.append(Finding("from-cache", text))
     sidecars, strays = _read_sidecars(source, strays, findings)
     metadata = next((shard.header.metadata for shard in shards if shard.header.metadata), ())
     return Checkpoint(
@@ -184,10 +251,11 @@ def read_checkpoint(source: Source, *, ignore_index: bool = False) -> Checkpoint
         tensors=tuple(tensors),
         gains=gains,
         not_finite=not_finite,
-        head_equals_embeddings=_compare_head(source, tensors) if config.tied else None,
+        head_equals_embeddings=is_equal,
         strays=tuple(strays),
         sidecars=sidecars,
         findings=(*findings, *odd),
+        origin=origin,
     )
 
 
@@ -198,6 +266,28 @@ def read_header(source: Source, file: str) -> Header:
     n_header = parse_length(file, prefix, n_file)
     (raw,) = source.read(file, [(LENGTH_BYTES, LENGTH_BYTES + n_header)])
     return parse_header(file, raw, n_file)
+
+
+def _read_headers(source: Source, files: Sequence[str], on_file: Callable[[str], None]) -> dict[str, Header]:
+    """As `read_header`, of several files at once."""
+    listing = source.listing
+    prefixes = source.read_many({file: [(0, min(listing[file], LENGTH_BYTES))] for file in files})
+    lengths = {file: parse_length(file, prefixes[file][0], listing[file]) for file in files}
+    raws = source.read_many({file: [(LENGTH_BYTES, LENGTH_BYTES + n)] for file, n in lengths.items()}, on_file)
+    return {file: parse_header(file, raws[file][0], listing[file]) for file in files}
+
+
+def _counting(what: str, total: int, on_progress: OnProgress | None) -> Callable[[str], None]:
+    """A function to be told of each file that is done, by one thread at a time."""
+    done = 0
+
+    def on_file(file: str) -> None:
+        nonlocal done
+        done += 1
+        if on_progress is not None:
+            on_progress(what, done, total)
+
+    return on_file
 
 
 def values_of(dtype: Dtype, raw: bytes) -> np.ndarray:
@@ -265,7 +355,9 @@ def _is_draft_head(header: Header) -> bool:
     return bool(places) and all(place is not None and place.region is Region.MTP for place in places)
 
 
-def _without_copies(source: Source, tensors: list[SourceTensor]) -> tuple[list[SourceTensor], list[Finding]]:
+def _without_copies(
+    source: Source, tensors: list[SourceTensor], sampled: bool
+) -> tuple[list[SourceTensor], list[Finding]]:
     """Each tensor once. Raises SourceError where two shards hold different tensors of one name."""
     once: dict[str, SourceTensor] = {}
     copies = []
@@ -273,44 +365,65 @@ def _without_copies(source: Source, tensors: list[SourceTensor]) -> tuple[list[S
         first = once.setdefault(tensor.name, tensor)
         if first is tensor:
             continue
-        alike = (first.dtype, first.shape) == (tensor.dtype, tensor.shape) and _equal(source, first, tensor)
+        alike = (first.dtype, first.shape) == (tensor.dtype, tensor.shape) and _equal(source, first, tensor, sampled)
         if not alike:
             raise SourceError(
                 f"{shown(tensor.name)}: stands in {first.file} and {tensor.file}, with different values",
                 hint="without an index nobody knows which is right; remove the file that does not belong",
             )
         copies.append(tensor.name)
-    found = Finding(
-        "equal-copies", f"{len(copies)} tensors stand in two shards, with equal bytes: {few(copies)}", Severity.WARNING
-    )
+    how = "equal bytes where they were compared" if _is_sampled(source, tensors, sampled) else "equal bytes"
+    text = f"{len(copies)} tensors stand in two shards, with {how}: {few(copies)}"
+    found = Finding("equal-copies", text, Severity.WARNING)
     return list(once.values()), [found] if copies else []
 
 
-def _equal(source: Source, a: SourceTensor, b: SourceTensor) -> bool:
-    """Whether two tensors of equal length hold the same bytes; stops at the first difference."""
-    for offset in range(0, a.n_bytes, _BLOCK):
-        n_bytes = min(_BLOCK, a.n_bytes - offset)
-        (x,) = source.read(a.file, [(a.begin + offset, a.begin + offset + n_bytes)])
-        (y,) = source.read(b.file, [(b.begin + offset, b.begin + offset + n_bytes)])
-        if x != y:
-            return False
-    return True
+def _is_sampled(source: Source, tensors: Sequence[SourceTensor], sampled: bool) -> bool:
+    return sampled and any(source.local_path(tensor.file) is None for tensor in tensors)
 
 
-def _compare_head(source: Source, tensors: Sequence[SourceTensor]) -> bool | None:
-    """Whether a stored head equals the embeddings; None where none is stored."""
+def _equal(source: Source, a: SourceTensor, b: SourceTensor, sampled: bool) -> bool:
+    """Whether two tensors of equal length hold the same bytes; stops at the first difference.
+
+    Where only a sample is read, equal means that no difference was found.
+    """
+    if _is_sampled(source, (a, b), sampled) and a.n_bytes > _SAMPLES * _SAMPLE_BYTES:
+        step = (a.n_bytes - _SAMPLE_BYTES) // (_SAMPLES - 1)
+        places = [(i * step, i * step + _SAMPLE_BYTES) for i in range(_SAMPLES)]
+        x, y = (source.read(t.file, [(t.begin + begin, t.begin + end) for begin, end in places]) for t in (a, b))
+        return x == y
+    return all(one == other for one, other in zip(_blocks(source, a), _blocks(source, b), strict=True))
+
+
+def _blocks(source: Source, tensor: SourceTensor) -> Iterator[bytes]:
+    """A tensor's bytes as one stream, cut into blocks of equal length."""
+    waiting = bytearray()
+    for part in source.stream(tensor.file, tensor.begin, tensor.end):
+        waiting += part
+        while len(waiting) >= _BLOCK:
+            yield bytes(waiting[:_BLOCK])
+            del waiting[:_BLOCK]
+    yield bytes(waiting)
+
+
+def _compare_head(source: Source, tensors: Sequence[SourceTensor], sampled: bool) -> tuple[bool | None, list[Finding]]:
+    """Whether a stored head equals the embeddings; None where none is stored. And what to tell of a sample."""
     heads = {t.place.parameter: t for t in tensors if t.place and t.place.region is Region.HEAD}
     rows = {t.place.parameter: t for t in tensors if t.place and t.place.role is Role.EMBEDDING}
     if not heads:
-        return None
-    return heads.keys() == rows.keys() and all(
-        (head.dtype, head.shape) == (rows[key].dtype, rows[key].shape) and _equal(source, head, rows[key])
+        return None, []
+    is_equal = heads.keys() == rows.keys() and all(
+        (head.dtype, head.shape) == (rows[key].dtype, rows[key].shape) and _equal(source, head, rows[key], sampled)
         for key, head in heads.items()
     )
+    if not is_equal or not _is_sampled(source, [*heads.values(), *rows.values()], sampled):
+        return is_equal, []
+    text = f"the stored head equals the embeddings at the {_SAMPLES} places that were read; convert compares all of it"
+    return is_equal, [Finding("head-sampled", text)]
 
 
 def _read_values(
-    source: Source, tensors: Sequence[SourceTensor]
+    source: Source, tensors: Sequence[SourceTensor], on_progress: OnProgress | None
 ) -> tuple[tuple[Gain, ...], tuple[str, ...], list[Finding]]:
     """The gains, the names of those and of decay parameters that are not finite, and findings."""
     by_file: dict[str, list[SourceTensor]] = {}
@@ -319,8 +432,10 @@ def _read_values(
             by_file.setdefault(tensor.file, []).append(tensor)
     gains: dict[str, Gain] = {}
     not_finite, without_decay = [], []
+    wanted = {file: [(t.begin, t.end) for t in members] for file, members in by_file.items()}
+    raws = source.read_many(wanted, _counting("gains", len(wanted), on_progress))
     for file, members in by_file.items():
-        for tensor, raw in zip(members, source.read(file, [(t.begin, t.end) for t in members]), strict=True):
+        for tensor, raw in zip(members, raws[file], strict=True):
             values = values_of(tensor.dtype, raw)
             place = tensor.place
             assert place is not None

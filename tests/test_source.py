@@ -22,8 +22,8 @@ INDEX = "model.safetensors.index.json"
 FIRST, SECOND = (f"model.safetensors-0000{i}-of-00002.safetensors" for i in (1, 2))
 
 
-def read(folder: Path, **options: bool) -> Checkpoint:
-    return read_checkpoint(open_source(str(folder)), **options)
+def read(folder: Path, *, ignore_index: bool = False) -> Checkpoint:
+    return read_checkpoint(open_source(str(folder)), ignore_index=ignore_index)
 
 
 def codes(checkpoint: Checkpoint) -> set[str]:

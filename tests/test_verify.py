@@ -22,7 +22,7 @@ from qwen35conv.facts.checkpoint import Checkpoint
 from qwen35conv.kernels import gated_delta
 from qwen35conv.model import DeltaCache, GatedDeltaNet, Weights, load_decoder
 from qwen35conv.planning.plan import Plan, make_plan
-from qwen35conv.source import LocalSource, open_source, read_checkpoint
+from qwen35conv.source import Source, open_source, read_checkpoint
 from qwen35conv.verify import (
     QUICK,
     Check,
@@ -43,7 +43,7 @@ GAINS = ("_layernorm.weight", "q_norm.weight", "k_norm.weight", "model.norm.weig
 SHARP = Sizes(hidden=40, vocab=60)
 
 
-def opened(folder: Path) -> tuple[LocalSource, Plan, Checkpoint]:
+def opened(folder: Path) -> tuple[Source, Plan, Checkpoint]:
     source = open_source(str(folder))
     checkpoint = read_checkpoint(source)
     return source, plan_to_verify(checkpoint), checkpoint

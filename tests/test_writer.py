@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from qwen35conv.planning.plan import Mtp, NormDtype, Options, PlanShard, make_pl
 from qwen35conv.source import LocalSource, read_checkpoint
 from qwen35conv.writing.journal import JOURNAL
 from qwen35conv.writing.publish import publishing
+from qwen35conv.writing.steps import steps_of
 from qwen35conv.writing.writer import Written, write_shards
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +61,19 @@ class Remote:
     def read(self, file: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         self.asked.extend(end - begin for begin, end in ranges)
         return self.inner.read(file, ranges)
+
+    def read_many(
+        self, wanted: Mapping[str, Sequence[tuple[int, int]]], on_file: Callable[[str], None] = lambda file: None
+    ) -> dict[str, list[bytes]]:
+        return {file: self.read(file, ranges) for file, ranges in wanted.items()}
+
+    def stream(self, file: str, begin: int, end: int, stop: threading.Event | None = None) -> Iterator[bytes]:
+        for at in range(begin, end, 1 << 20):
+            yield from self.read(file, [(at, min(at + (1 << 20), end))])
+
+    @property
+    def origin(self) -> None:
+        return None
 
     def identity(self, file: str) -> str:
         return self.inner.identity(file)
@@ -187,6 +202,55 @@ def test_a_source_without_files_here_is_read_by_small_ranges(made: Made, source:
     remote = Remote(LocalSource(source, ""))
     with publishing(tmp_path / "out", key="key", overwrite=False) as partial:
         write_shards(shards_of(source), remote, partial, jobs=2, checksum=False)
+    assert_same(load(tmp_path / "out"), made.canonical)
+
+
+@dataclass(frozen=True)
+class Failing(Remote):
+    """A remote source whose connection is gone for good after so many ranges."""
+
+    n_left: list[int] = field(default_factory=list)
+
+    def stream(self, file: str, begin: int, end: int, stop: threading.Event | None = None) -> Iterator[bytes]:
+        if self.n_left and self.n_left[0] == 0:
+            raise SourceError("gone")
+        if self.n_left:
+            self.n_left[0] -= 1
+        yield from super().stream(file, begin, end, stop)
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_a_remote_source_is_resumed_inside_its_shards_wherever_it_failed(
+    made: Made, source: Path, tmp_path: Path, jobs: int
+) -> None:
+    shards = shards_of(source)
+    steps = [step for shard in shards for step in steps_of(shard) if not isinstance(step.content, bytes)]
+    for n_good in range(len(steps)):
+        target = tmp_path / f"out{n_good}"
+        first = Failing(LocalSource(source, ""), n_left=[n_good])
+        with pytest.raises(SourceError), publishing(target, key="key", overwrite=False) as partial:
+            write_shards(shards, first, partial, jobs=jobs, checksum=False)
+        second = Failing(LocalSource(source, ""))
+        told: list[int] = []
+        with publishing(target, key="key", overwrite=False) as partial:
+            write_shards(shards, second, partial, jobs=jobs, checksum=True, on_bytes=told.append)
+        assert_same(load(target), made.canonical)
+        assert sum(first.asked) + sum(second.asked) == sum(step.n_bytes for step in steps)  # none is read twice
+        assert sum(told) == sum(path.stat().st_size for path in target.glob("*.safetensors"))
+
+
+def test_another_conversion_never_goes_on_with_the_steps_of_an_interrupted_one(
+    made: Made, source: Path, tmp_path: Path
+) -> None:
+    shards = shards_of(source)
+    failing = Failing(LocalSource(source, ""), n_left=[5])
+    with pytest.raises(SourceError), publishing(tmp_path / "out", key="old", overwrite=False) as partial:
+        write_shards(shards, failing, partial, jobs=1, checksum=False)
+    assert list((tmp_path / "out.partial").glob(".*.writing"))
+    with publishing(tmp_path / "out", key="new", overwrite=False) as partial:
+        assert not any(partial.grown(shard.file) for shard in shards)
+        assert not list((tmp_path / "out.partial").glob(".*.writing"))
+        write_shards(shards, Remote(LocalSource(source, "")), partial, jobs=1, checksum=False)
     assert_same(load(tmp_path / "out"), made.canonical)
 
 

@@ -85,6 +85,17 @@ class Sidecar:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """The commit of a Hub repository that a checkpoint is read at."""
+
+    repo: str
+    revision: str  # as it was asked for
+    commit: str
+    etags: Mapping[str, str]  # of the weights, by file
+    asked: bool  # whether the Hub said which commit that is; else the local cache did
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """All facts that a plan is made of. `gains` holds the stored values of every gain, float32."""
 
@@ -101,6 +112,7 @@ class Checkpoint:
     strays: tuple[str, ...]
     sidecars: tuple[Sidecar, ...]
     findings: tuple[Finding, ...]
+    origin: Origin | None = None  # None: not from the Hub
 
     @property
     def n_bytes(self) -> int:

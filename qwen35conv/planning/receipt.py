@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from qwen35conv.facts.checkpoint import Checkpoint
 from qwen35conv.facts.header import TensorInfo, build_header
 from qwen35conv.generation.convention import Verdict
 from qwen35conv.planning.pieces import Fix, Write
@@ -41,10 +42,7 @@ def build_receipt(
     return {
         "schema": SCHEMA,
         "tool": {"name": "qwen35conv", "version": __version__},
-        "source": {
-            "name": PurePath(checkpoint.label).name or checkpoint.label,
-            "shards": {shard.file: shard.header.n_bytes for shard in checkpoint.shards},
-        },
+        "source": _source(checkpoint),
         "options": options_document(plan),
         "verdict": verdict_document(plan.verdicts.trunk),
         "head_verdict": verdict_document(plan.verdicts.head) if plan.verdicts.head is not None else None,
@@ -68,6 +66,19 @@ def build_receipt(
             write.name: _tensor(shard, write) for shard in (*plan.shards, *plan.sidecar) for write in shard.writes
         },
     }
+
+
+def _source(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What was read: a name, or a repository at a commit with the ETags of its shards."""
+    document: dict[str, Any] = {
+        "name": PurePath(checkpoint.label).name or checkpoint.label,
+        "shards": {shard.file: shard.header.n_bytes for shard in checkpoint.shards},
+    }
+    origin = checkpoint.origin
+    if origin is not None:
+        etags = {shard.file: origin.etags.get(shard.file) for shard in checkpoint.shards}
+        document |= {"repo": origin.repo, "revision": origin.revision, "commit": origin.commit, "etags": etags}
+    return document
 
 
 def rule_counts(plan: Plan) -> dict[str, dict[str, int]]:

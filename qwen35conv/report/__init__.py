@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qwen35conv.report.console import progress, show_document, show_error, steps
+from qwen35conv.report.console import progress, show_document, show_error, shows_progress, steps
 from qwen35conv.report.conversion import show_conversion, show_plan
 from qwen35conv.report.inspection import check_report, show_inspection
+from qwen35conv.report.publication import show_push
 from qwen35conv.report.verification import show_verification
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ __all__ = [
     "show_inspection",
     "show_lora_targets",
     "show_plan",
+    "show_push",
     "show_verification",
+    "shows_progress",
     "steps",
 ]
 

@@ -24,6 +24,11 @@ def is_plain(stream: TextIO) -> bool:
     return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb" or not stream.isatty()
 
 
+def shows_progress() -> bool:
+    """Whether people watch: stderr may get progress."""
+    return not is_plain(sys.stderr)
+
+
 def n_columns(stream: TextIO) -> int:
     """The width of a stream: COLUMNS, then the terminal's own."""
     given = os.environ.get("COLUMNS", "")

@@ -12,27 +12,39 @@ from qwen35conv.report.console import show_document
 from qwen35conv.report.documents import outcome_document, preparation_document
 from qwen35conv.report.page import Page, Span, show_page
 from qwen35conv.report.plan_table import show_files, show_tallies
+from qwen35conv.report.publication import push_document, show_push
 from qwen35conv.report.words import MEANING, counted, exact, overruled, sized, style_of
 
 if TYPE_CHECKING:
     from qwen35conv.convert import Outcome, Preparation
     from qwen35conv.planning.plan import Plan
+    from qwen35conv.push import Publication, Published
 
 
-def show_plan(preparation: Preparation, *, as_json: bool) -> None:
-    """Write what a conversion would do to stdout."""
+def show_plan(preparation: Preparation, publication: Publication | None = None, *, as_json: bool) -> None:
+    """Write what a conversion would do, and what of it would be published, to stdout."""
     if as_json:
-        show_document(preparation_document(preparation))
-    else:
-        show_page(lambda page: _build_plan(page, preparation), sys.stdout)
+        push = {} if publication is None else {"push": push_document(publication, None)}
+        show_document(preparation_document(preparation) | push)
+        return
+    show_page(lambda page: _build_plan(page, preparation), sys.stdout)
+    if publication is not None:
+        sys.stdout.write("\n")
+        show_push(publication, None, as_json=False)
 
 
-def show_conversion(outcome: Outcome, *, as_json: bool) -> None:
-    """Write what a conversion did, and what was proved about it, to stdout."""
+def show_conversion(
+    outcome: Outcome, publication: Publication | None = None, published: Published | None = None, *, as_json: bool
+) -> None:
+    """Write what a conversion did, what was proved about it, and where it was published, to stdout."""
     if as_json:
-        show_document(outcome_document(outcome))
-    else:
-        show_page(lambda page: _build_conversion(page, outcome), sys.stdout)
+        push = {} if publication is None else {"push": push_document(publication, published)}
+        show_document(outcome_document(outcome) | push)
+        return
+    show_page(lambda page: _build_conversion(page, outcome), sys.stdout)
+    if publication is not None:
+        sys.stdout.write("\n")
+        show_push(publication, published, as_json=False)
 
 
 def _build_plan(page: Page, preparation: Preparation) -> None:
@@ -40,6 +52,8 @@ def _build_plan(page: Page, preparation: Preparation) -> None:
     generation = plan.verdict.generation
     page.heading("Dry run", ("  nothing is written", ""))
     page.line((plan.checkpoint.label, "cyan"), " → ", (str(preparation.destination), "cyan"))
+    if (origin := plan.checkpoint.origin) is not None:
+        page.line(f"revision {origin.revision}, commit ", (origin.commit, "cyan"))
     page.line((generation.value.upper(), style_of(generation)), f"  {MEANING[generation]}", hang=2)
     if (told := overruled(plan)) is not None:
         page.line((told, "bold yellow"), hang=2)
@@ -62,6 +76,8 @@ def _build_conversion(page: Page, outcome: Outcome) -> None:
     preparation = outcome.preparation
     plan, destination = preparation.plan, preparation.destination
     page.heading("Converted ", (plan.checkpoint.label, "cyan"), " → ", (str(destination), "cyan"))
+    if (origin := plan.checkpoint.origin) is not None:
+        page.line(f"revision {origin.revision}, commit ", (origin.commit, "cyan"))
     files = counted(len(outcome.written), "shard")
     rate = f", {sized(round(outcome.n_bytes / outcome.seconds))}/s" if outcome.seconds > 0 else ""
     page.line(f"{sized(outcome.n_bytes)} in {files}, {outcome.seconds:.1f} s{rate}")

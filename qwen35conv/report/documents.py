@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from qwen35conv.errors import Qwen35ConvError
-from qwen35conv.facts.checkpoint import Checkpoint, Finding, SourceTensor
+from qwen35conv.facts.checkpoint import Checkpoint, Finding, Origin, SourceTensor
 from qwen35conv.facts.config import LayerKind
 from qwen35conv.generation.convention import GainStats, Verdict
 from qwen35conv.generation.loaders import Forecast
@@ -65,6 +65,7 @@ def preparation_document(preparation: Preparation, *, all_tensors: bool = False)
         "schema": schema("convert"),
         "dry_run": True,
         "source": preparation.plan.checkpoint.label,
+        "origin": origin_document(preparation.plan.checkpoint.origin),
         "destination": str(preparation.destination),
         "sidecar": None if preparation.sidecar is None else str(preparation.sidecar),
         "plan": plan_document(preparation.plan, all_tensors=all_tensors),
@@ -89,6 +90,7 @@ def outcome_document(outcome: Outcome) -> dict[str, Any]:
         "schema": schema("convert"),
         "dry_run": False,
         "source": plan.checkpoint.label,
+        "origin": origin_document(plan.checkpoint.origin),
         "destination": str(preparation.destination),
         "sidecar": None if preparation.sidecar is None else str(preparation.sidecar),
         "seconds": round(outcome.seconds, 3),
@@ -143,6 +145,7 @@ def checkpoint_document(checkpoint: Checkpoint) -> dict[str, Any]:
     config = checkpoint.config
     return {
         "source": checkpoint.label,
+        "origin": origin_document(checkpoint.origin),
         "model_type": config.model_type,
         "n_layers": config.n_layers,
         "n_full_attention_layers": sum(kind is LayerKind.FULL for kind in config.layer_kinds),
@@ -163,6 +166,13 @@ def checkpoint_document(checkpoint: Checkpoint) -> dict[str, Any]:
         "sidecars": [sidecar.file for sidecar in checkpoint.sidecars],
         "metadata": dict(checkpoint.metadata),
     }
+
+
+def origin_document(origin: Origin | None) -> dict[str, Any] | None:
+    """The commit on the Hub that was read; null for a source on this machine."""
+    if origin is None:
+        return None
+    return {"repo": origin.repo, "revision": origin.revision, "commit": origin.commit, "etags": dict(origin.etags)}
 
 
 def plan_document(plan: Plan, *, all_tensors: bool) -> dict[str, Any]:

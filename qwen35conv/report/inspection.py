@@ -103,6 +103,8 @@ def _show_headline(page: Page, inspection: Inspection) -> None:
     mix = ", ".join(f"{share.what} {_percent(share.n_bytes / total)}" for share in shares)
     size = f"{sized(checkpoint.n_bytes)} in {counted(len(checkpoint.shards), 'shard')}"
     page.line((checkpoint.label, "cyan"), f"  {size} · {mix}")
+    if (origin := checkpoint.origin) is not None:
+        page.line(f"revision {origin.revision}, commit ", (origin.commit, "cyan"))
     planned = inspection.shown_plan is not None  # then every name has a rule
     regions = Counter(
         tensor.place.region if tensor.place and (planned or is_named(tensor)) else None for tensor in checkpoint.tensors

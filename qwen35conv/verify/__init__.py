@@ -75,12 +75,12 @@ def plan_to_verify(checkpoint: Checkpoint) -> Plan:
     return make_plan(checkpoint, Options(assume=assume), verdicts)
 
 
-def open_original(spec: str, checkpoint: Checkpoint, plan: Plan) -> Original:
+def open_original(spec: str, checkpoint: Checkpoint, plan: Plan, *, revision: str | None = None) -> Original:
     """What a result was made from, under the plan that the result's own tensors speak of.
 
     Raises SourceError where it can't be read, CheckpointError where no plan leads from it to such a result.
     """
-    source = open_source(spec)
+    source = open_source(spec, revision=revision)
     return Original(source, plan_like(read_checkpoint(source), plan_of_all(checkpoint, plan)))
 
 

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import stat
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ class Journal:
         self._descriptor = descriptor
         self.key = ""  # of no conversion
         self.finished: dict[str, Finished] = {}
+        self.grown: dict[str, set[int]] = {}  # of a shard that is not whole: where the steps that are on disk begin
         self.aside: str | None = None  # the name that an old target was given
         self._read()
 
@@ -54,12 +56,18 @@ class Journal:
         """Start anew: nothing is finished."""
         os.ftruncate(self._descriptor, 0)
         self._append({"schema": _SCHEMA, "key": key})
-        self.key, self.finished, self.aside = key, {}, None
+        self.key, self.finished, self.grown, self.aside = key, {}, {}, None
 
     def finish(self, shard: Finished) -> None:
         """Note a whole shard."""
         self._append(asdict(shard))
         self.finished[shard.file] = shard
+        self.grown.pop(shard.file, None)
+
+    def grow(self, file: str, steps: Collection[int]) -> None:
+        """Note steps of a shard that are on disk under its temporary name."""
+        self._append({"grown": file, "steps": sorted(steps)})
+        self.grown.setdefault(file, set()).update(steps)
 
     def move_aside(self, name: str) -> None:
         """Note the name that the old target is about to be given."""
@@ -85,10 +93,14 @@ class Journal:
             for entry in entries:
                 if "aside" in entry:
                     self.aside = str(entry["aside"])
+                elif "grown" in entry:
+                    self.grown.setdefault(str(entry["grown"]), set()).update(map(int, entry["steps"]))
                 else:
                     self.finished[str(entry["file"])] = Finished(**entry)
+                    self.grown.pop(str(entry["file"]), None)
         except (ValueError, TypeError, KeyError):
             self.finished.clear()
+            self.grown.clear()
             return
         self.key = first["key"]
         if cut:

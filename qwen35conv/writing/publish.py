@@ -37,9 +37,22 @@ class Partial:
         """Bytes of the shards that are whole."""
         return sum(shard.n_bytes for shard in self._journal.finished.values())
 
+    @property
+    def n_grown_bytes(self) -> int:
+        """Bytes on disk of the shards that an earlier run left unfinished."""
+        return sum(self.temporary(file).stat().st_blocks * 512 for file in self._journal.grown)
+
+    def grown(self, file: str) -> frozenset[int]:
+        """Where the steps of a shard begin that an earlier run left on disk, under the temporary name."""
+        return frozenset(self._journal.grown.get(file, ()))
+
+    def grow(self, file: str, steps: Collection[int]) -> None:
+        """Note steps of a shard that are flushed, for a later run to go on from."""
+        self._journal.grow(file, steps)
+
     def temporary(self, file: str) -> Path:
         """Where a shard is written until it is whole."""
-        return self.folder / f".{file}.writing"
+        return self.folder / _temporary(file)
 
     def finish(self, shard: Finished) -> None:
         """Give a shard, whole and flushed under its temporary name, its own name, and note it."""
@@ -191,16 +204,28 @@ def _begin(folder: Path, journal: Journal, key: str) -> None:
         path = folder / shard.file
         if not path.is_file() or path.stat().st_size != shard.n_bytes:
             del journal.finished[shard.file]
-    _empty(folder, journal.finished)
+    for file in list(journal.grown):
+        if not (folder / _temporary(file)).is_file():
+            del journal.grown[file]
+    _empty(folder, _kept(journal))
 
 
 def _abandon(folder: Path, journal: Journal) -> None:
     """Leave only what the same command can resume from; where there is nothing, leave nothing."""
     with suppress(OSError):
-        _empty(folder, journal.finished)
-        if not journal.finished:
+        _empty(folder, _kept(journal))
+        if not journal.finished and not journal.grown:
             (folder / JOURNAL).unlink()
             folder.rmdir()
+
+
+def _temporary(file: str) -> str:
+    return f".{file}.writing"
+
+
+def _kept(journal: Journal) -> set[str]:
+    """The names that a later run goes on from."""
+    return {*journal.finished, *map(_temporary, journal.grown)}
 
 
 def _empty(folder: Path, kept: Collection[str]) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +27,9 @@ from qwen35conv.writing.steps import METADATA, Step, rows_of, steps_of
 from qwen35conv.writing.transfer import BUFFER_BYTES, ReadFailedError, begin_flush, move, write_all
 
 __all__ = ["BUFFER_BYTES", "METADATA", "Partial", "Written", "check_destination", "publishing", "write_shards"]
+
+_NOTED_BYTES = 128 << 20  # of a slow source: how much a kill may cost, and how often the disk is waited for
+_NOTED_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,8 @@ def write_shards(
     for file in resumed:
         on_bytes(partial.finished[file].n_bytes)
     growing = [_Growing(shard, source, partial, checksum) for shard in shards if shard.file not in resumed]
+    for one in growing:
+        on_bytes(one.n_bytes - one.n_missing)
     _Crew(growing, partial.folder, on_bytes).run(jobs)
     whole = partial.finished
     if checksum:
@@ -76,13 +83,19 @@ class _Growing:
         self.checksum = checksum
         self.path = partial.temporary(shard.file)
         steps = steps_of(shard)
+        files = {piece.file for write in shard.writes for piece in write.pieces}
+        self.identities = {file: source.identity(file) for file in sorted(files)}
+        self.is_slow = any(source.local_path(file) is None for file in files)  # worth going on from inside
+        self.n_bytes = sum(step.n_bytes for step in steps)
+        done = partial.grown(shard.file)
+        steps = tuple(step for step in steps if step.offset not in done) or steps[:1]
+        self._unnoted: list[Step] = []  # done, but not in the journal yet
+        self._noted_at = time.monotonic()
+        self._noting = threading.Lock()
         self.waiting = deque(steps)
         self.n_pending = len(steps)  # waiting, or in some thread's hands
         self.n_missing = sum(step.n_bytes for step in steps)
-        self.n_bytes = self.n_missing
         self.begun = False
-        files = {piece.file for write in shard.writes for piece in write.pieces}
-        self.identities = {file: source.identity(file) for file in sorted(files)}
         self._sources: dict[str, int] = {}
 
     def begin(self) -> None:
@@ -98,15 +111,47 @@ class _Growing:
                     raise _read_error(self.source, file, error) from error
         self.path.touch()
 
-    def carry_out(self, step: Step, target: int) -> None:
-        """Write the bytes of one step through `target`, an open descriptor of the file."""
+    def carry_out(
+        self, step: Step, target: int, stop: threading.Event, on_bytes: Callable[[int], None] = lambda n: None
+    ) -> None:
+        """Write the bytes of one step through `target`, an open descriptor of the file.
+
+        `stop` ends a slow one; of that `on_bytes` is told as bytes come, of others when all are written.
+        """
         if isinstance(step.content, bytes):
             write_all(target, step.content, step.offset)
+            on_bytes(step.n_bytes)
         elif isinstance(step.content, Piece):
-            self._copy(step.content, step.offset, target)
+            self._copy(step.content, step.offset, target, stop, on_bytes)
         else:
-            self._compute(step.content, step.offset, target)
+            self._compute(step.content, step.offset, target, stop)
+            on_bytes(step.n_bytes)
         begin_flush(target, step.offset, step.n_bytes)
+        if self.is_slow:
+            with self._noting:
+                self._unnoted.append(step)
+            self._note(target, at_least=_NOTED_BYTES)
+
+    def leave(self) -> None:
+        """Note what is done of a shard that is not whole, for the next run to go on from, and close the source."""
+        if self._unnoted and self.shard.file not in self.partial.finished:
+            with suppress(OSError):  # something failed already; what is not noted is only written again
+                target = os.open(self.path, os.O_WRONLY)
+                try:
+                    self._note(target)
+                finally:
+                    os.close(target)
+        self.close()
+
+    def _note(self, target: int, at_least: int = 0) -> None:
+        """Flush what is written and note the steps that this makes lasting: from so many bytes on, or after seconds."""
+        with self._noting:
+            n_bytes = sum(step.n_bytes for step in self._unnoted)
+            if not n_bytes or (n_bytes < at_least and time.monotonic() - self._noted_at < _NOTED_SECONDS):
+                return
+            steps, self._unnoted, self._noted_at = self._unnoted, [], time.monotonic()
+        os.fsync(target)
+        self.partial.grow(self.shard.file, [step.offset for step in steps])
 
     def finish(self, target: int, stop: threading.Event) -> None:
         """Flush the file, and give it its own name if the source is still what it was."""
@@ -121,22 +166,25 @@ class _Growing:
         while self._sources:
             os.close(self._sources.popitem()[1])
 
-    def _copy(self, piece: Piece, offset: int, target: int) -> None:
+    def _copy(
+        self, piece: Piece, offset: int, target: int, stop: threading.Event, on_bytes: Callable[[int], None]
+    ) -> None:
         opened = self._sources.get(piece.file)
         if opened is not None:
             try:
                 move(opened, piece.begin, target, offset, piece.n_bytes)
             except ReadFailedError as error:
                 raise _read_error(self.source, piece.file, error) from error
+            on_bytes(piece.n_bytes)
             return
-        for begin in range(piece.begin, piece.end, BUFFER_BYTES):
-            (raw,) = self.source.read(piece.file, [(begin, min(begin + BUFFER_BYTES, piece.end))])
-            write_all(target, raw, offset + begin - piece.begin)
+        for raw in self.source.stream(piece.file, piece.begin, piece.end, stop):
+            write_all(target, raw, offset)
+            offset += len(raw)
+            on_bytes(len(raw))
 
-    def _compute(self, write: Write, offset: int, target: int) -> None:
+    def _compute(self, write: Write, offset: int, target: int, stop: threading.Event) -> None:
         for part, piece in rows_of(write):
-            (raw,) = self.source.read(piece.file, [(piece.begin, piece.end)])
-            content = fixed(part, raw)
+            content = fixed(part, b"".join(self.source.stream(piece.file, piece.begin, piece.end, stop)))
             write_all(target, content, offset)
             offset += len(content)
 
@@ -174,7 +222,7 @@ class _Crew:
                 if thread.ident is not None:
                     thread.join()
             for shard in self._shards:
-                shard.close()
+                shard.leave()
         if isinstance(self._failure, OSError):  # the source's own are SourceErrors by now
             n_needed = sum(shard.n_missing for shard in self._shards)
             raise destination_error(self._folder, self._failure, n_needed=n_needed) from self._failure
@@ -191,7 +239,7 @@ class _Crew:
                         os.close(target)
                     held, target = None, os.open(shard.path, os.O_WRONLY)
                     held = shard
-                shard.carry_out(step, target)
+                shard.carry_out(step, target, self._stop, self._tell)
                 if self._is_last(shard, step):
                     shard.finish(target, self._stop)
         except BaseException as error:  # raised again by `run`
@@ -223,8 +271,11 @@ class _Crew:
         with self._lock:
             shard.n_pending -= 1
             shard.n_missing -= step.n_bytes
-            self._on_bytes(step.n_bytes)
             return shard.n_pending == 0
+
+    def _tell(self, n_bytes: int) -> None:
+        with self._lock:
+            self._on_bytes(n_bytes)
 
 
 class _StoppedError(Exception):

@@ -1,0 +1,1 @@
+"""The Hugging Face Hub: repositories read by byte ranges, and results published."""
