@@ -19,6 +19,7 @@ from qwen35conv.errors import Qwen35ConvError
 from qwen35conv.version import __version__
 
 if TYPE_CHECKING:
+    from qwen35conv.generation.convention import Generation
     from qwen35conv.planning.plan import Options
 
 app = typer.Typer(
@@ -258,6 +259,43 @@ def verify(
             raise typer.Exit(verification.exit_code)
 
 
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint's folder or file, raw or converted.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    assume_a: Annotated[
+        Optional[Assumption], typer.Option("--assume-a", help="Overrule the verdict on A's generation.")
+    ] = None,
+    assume_b: Annotated[
+        Optional[Assumption], typer.Option("--assume-b", help="Overrule the verdict on B's generation.")
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Take gains that were shifted twice or never as convert would repair them.")
+    ] = False,
+    ignore_index: IgnoreIndexOpt = False,
+    as_json: JsonOpt = False,
+    debug: DebugOpt = False,
+) -> None:
+    """Compare two checkpoints under their canonical names, each after its own plan. Exit 1 on a difference."""
+    with _reporting("diff", as_json, debug):
+        from qwen35conv import report
+        from qwen35conv.comparison import compare, make_pair
+        from qwen35conv.source import open_source, read_checkpoint
+
+        first, second = open_source(a), open_source(b)
+        pair = make_pair(
+            (first, read_checkpoint(first, ignore_index=ignore_index)),
+            (second, read_checkpoint(second, ignore_index=ignore_index)),
+            assume=(_generation(assume_a), _generation(assume_b)),
+            repair=repair,
+        )
+        with report.progress("diff", pair.n_bytes) as on_bytes:
+            comparison = compare(pair, on_bytes)
+        report.show_comparison(comparison, as_json=as_json)
+        if comparison.exit_code:
+            raise typer.Exit(comparison.exit_code)
+
+
 def main() -> None:
     """Run the command line."""
     signal.signal(signal.SIGTERM, _terminate)
@@ -324,7 +362,6 @@ def _options(
     max_shard_size: str | None = None,
     tie_embeddings: bool = False,
 ) -> Options:
-    from qwen35conv.generation.convention import Generation
     from qwen35conv.planning.plan import Mtp, NormDtype, Options
 
     if repair and assume is not None:
@@ -332,12 +369,18 @@ def _options(
     return Options(
         keep_vision=keep_vision,
         mtp=Mtp(mtp.value),
-        assume=None if assume is None else Generation(assume.value),
+        assume=_generation(assume),
         repair=repair,
         norm_dtype=NormDtype(norm_dtype.value),
         max_shard_bytes=None if max_shard_size is None else _size("--max-shard-size", max_shard_size),
         tie=tie_embeddings,
     )
+
+
+def _generation(assume: Assumption | None) -> Generation | None:
+    from qwen35conv.generation.convention import Generation
+
+    return None if assume is None else Generation(assume.value)
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from qwen35conv.report.comparison import show_comparison
 from qwen35conv.report.console import progress, show_document, show_error, steps
 from qwen35conv.report.conversion import show_conversion, show_plan
 from qwen35conv.report.inspection import check_report, show_inspection
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_report",
     "progress",
+    "show_comparison",
     "show_conversion",
     "show_document",
     "show_error",
