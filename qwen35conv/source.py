@@ -111,11 +111,16 @@ class LocalSource:
         return self.folder / (file or self.only or "")
 
 
-def open_source(spec: str) -> LocalSource:
+def open_source(spec: str, *, revision: str | None = None) -> LocalSource:
     """The source that `spec` names: a folder or a single safetensors file.
 
-    Raises SourceError where nothing is there.
+    `revision` is a repository's branch, tag or commit. Raises SourceError where nothing is there.
     """
+    if revision is not None:
+        raise SourceError(
+            f"{shown(spec)}: a folder or file on this machine has no revision {shown(revision)}",
+            hint="leave the revision out",
+        )
     try:
         path = Path(spec).expanduser()
         if path.is_dir():

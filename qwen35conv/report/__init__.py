@@ -11,11 +11,15 @@ from qwen35conv.report.inspection import check_report, show_inspection
 from qwen35conv.report.verification import show_verification
 
 if TYPE_CHECKING:
+    from qwen35conv.report.batch import show_batch, show_survey
+    from qwen35conv.report.batch_files import check_writable, write_junit, write_summary
     from qwen35conv.report.lora import show_lora_targets
 
 __all__ = [
     "check_report",
+    "check_writable",
     "progress",
+    "show_batch",
     "show_comparison",
     "show_conversion",
     "show_document",
@@ -23,14 +27,28 @@ __all__ = [
     "show_inspection",
     "show_lora_targets",
     "show_plan",
+    "show_survey",
     "show_verification",
     "steps",
+    "write_junit",
+    "write_summary",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name != "show_lora_targets":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from qwen35conv.report.lora import show_lora_targets  # needs MLX: only where it is asked for
+# Loaded when first asked for: what these stand on, other commands do without.
+_ROOMS = {
+    "check_writable": "batch_files",
+    "show_batch": "batch",
+    "show_survey": "batch",
+    "write_junit": "batch_files",
+    "write_summary": "batch_files",
+    "show_lora_targets": "lora",  # needs MLX
+}
 
-    return show_lora_targets
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)

@@ -5,6 +5,7 @@ It runs over the plan's view, so it works the same on a raw source and on a conv
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +58,7 @@ __all__ = [
     "verify",
 ]
 
+_ALONE = threading.Lock()  # one at a time in a process: each counts on all processors and on the memory that is free
 _PROFILE_TOKENS = 128
 _DEEP_TOKENS = 33  # positions that the invariants are asked over, where no prompt is given
 
@@ -101,7 +103,13 @@ def verify(
 
     Raises SourceError for what can't be read, TextError for a prompt that can't be used.
     """
-    options = options or VerifyOptions()
+    with _ALONE:
+        return _verify(source, plan, checkpoint, options or VerifyOptions(), on_progress)
+
+
+def _verify(
+    source: Source, plan: Plan, checkpoint: Checkpoint, options: VerifyOptions, on_progress: OnProgress | None
+) -> Verification:
     steps = set(options.steps)
     config = checkpoint.config
     checks = []

@@ -120,6 +120,18 @@ def open_journal(folder: Path) -> Journal | None:
     return None
 
 
+def n_bytes_kept(folder: Path, key: str) -> int:
+    """Bytes of the whole shards that a run with this key would find in a partial folder; it changes nothing."""
+    n_bytes = 0
+    try:
+        first, *entries = [json.loads(line) for line in (folder / JOURNAL).read_bytes().splitlines()]
+        if (first["schema"], first["key"]) == (_SCHEMA, key):
+            n_bytes = sum(entry["n_bytes"] for entry in entries if (folder / entry.get("file", "-")).is_file())
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0
+    return n_bytes
+
+
 def destination_error(path: Path, error: OSError, *, n_needed: int | None = None) -> DestinationError:
     """What to tell about a failed write; `n_needed` bytes were still to come."""
     needed = f"; {n_needed} bytes were still to be written" if n_needed is not None else ""
