@@ -247,7 +247,7 @@ def _build_survey(page: Page, survey: Survey) -> None:
         for system in survey.file_systems:
             told: Span = ("", "") if system.fits else ("does not fit", "bold red")
             disks.append([system.path, exact(system.n_needed), exact(system.n_free), told])
-        page.table(disks, align="lrrl", head=("file system", "needed", "free", ""))
+        page.table(disks, align="lrrl", head=("mounted", "needed", "free", ""))
     refused = [look for look in survey.looks if look.problem is not None]
     if refused:
         page.heading("Refused")

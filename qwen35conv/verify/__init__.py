@@ -20,6 +20,7 @@ from qwen35conv.model import Decoder, Weights, load_decoder
 from qwen35conv.planning.plan import NormDtype, Options, Plan, make_plan
 from qwen35conv.planning.verdicts import judge_checkpoint
 from qwen35conv.source import Source, open_source, read_checkpoint
+from qwen35conv.verify.apart import run_apart
 from qwen35conv.verify.bytes import check_bytes, plan_like, plan_of_all
 from qwen35conv.verify.check import (
     QUICK,
@@ -104,7 +105,7 @@ def verify(
     Raises SourceError for what can't be read, TextError for a prompt that can't be used.
     """
     with _ALONE:
-        return _verify(source, plan, checkpoint, options or VerifyOptions(), on_progress)
+        return run_apart(lambda: _verify(source, plan, checkpoint, options or VerifyOptions(), on_progress))
 
 
 def _verify(
