@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
 from types import FrameType
@@ -352,8 +352,15 @@ def batch(
         from qwen35conv.batch.runner import Stop, run_jobs, stopping_on_signals
 
         stop = Stop()
-        with stopping_on_signals(stop):
-            events = run_jobs(chosen, n_at_once=n_at_once, fail_fast=fail_fast, stop=stop)
+        with ExitStack() as stack:
+            if scheduler is None and local_cluster is None:
+                events = run_jobs(chosen, n_at_once=n_at_once, fail_fast=fail_fast, stop=stop)
+            else:
+                from qwen35conv.batch.cluster import connected, run_on_cluster
+
+                client = stack.enter_context(connected(scheduler, local_cluster or 1))
+                events = run_on_cluster(chosen, client, fail_fast=fail_fast, stop=stop)
+            stack.enter_context(stopping_on_signals(stop))
             results = report.show_batch(events, [job.name for job in chosen], as_json=as_json)
         if junit is not None:
             report.write_junit(results, junit)

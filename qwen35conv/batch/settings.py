@@ -66,7 +66,7 @@ def make_settings(file: JobFile, entry: Entry, folder: Path) -> tuple[dict[str, 
             values[key] = _checked(file, given, key, value)
     for key in ("prompt-file", "reference"):
         if key in values:
-            values[key] = folder / values[key]
+            values[key] = (folder / values[key]).absolute()
     _check_together(file, values, entry)
     return values, Settings(
         options=Options(
