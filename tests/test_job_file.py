@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from qwen35conv.batch.job_file import JobFileError
 from qwen35conv.batch.jobs import EXAMPLE, Job, read_jobs, take_slice, write_example
 from qwen35conv.batch.settings import KEYS, Settings
+from qwen35conv.cli import app
 from qwen35conv.errors import DestinationError
 from qwen35conv.generation.convention import Generation
 from qwen35conv.planning.plan import Mtp, NormDtype
@@ -237,18 +240,32 @@ def test_the_example_is_a_job_file_that_names_real_keys(tmp_path: Path) -> None:
         write_example(tmp_path / "jobs.json")
 
 
+def commands_of(name: str) -> list[Any]:
+    """The parameters of a command."""
+    command: Any = typer.main.get_command(app)
+    return list(command.commands[name].params)
+
+
 def test_keys_are_the_long_names_of_options_of_convert_and_verify() -> None:
-    import typer.main
-
-    from qwen35conv.cli import app
-
-    commands = typer.main.get_command(app)
-    assert hasattr(commands, "commands")
-    known = {
-        option.removeprefix("--")
-        for name in ("convert", "verify")
-        for parameter in commands.commands[name].params
-        for option in parameter.opts
-    }
+    parameters = [*commands_of("convert"), *commands_of("verify")]
+    known = {option.removeprefix("--") for parameter in parameters for option in parameter.opts}
     assert set(KEYS) - known <= {"destination", "revision"}
     assert known - set(KEYS) <= {"dry-run", "json", "debug", "help", "checkpoint"}
+
+
+def test_the_readme_shows_a_job_file_and_workflows_that_hold(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    for name in ("Qwen3.5-0.8B", "finetunes/mine"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / "config.json").write_text("{}")
+    (shown,) = re.findall(r"```toml\n(destination.*?)```", text, re.DOTALL)
+    assert len(read(tmp_path, "jobs.toml", shown)) == 2
+    (workflow,) = re.findall(r"```yaml\n(name: convert.*?)```", text, re.DOTALL)
+    steps = yaml.safe_load(workflow)["jobs"]["convert"]["steps"]
+    (script,) = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", text, re.DOTALL)
+    commands = [step["run"] for step in steps if "qwen35 batch" in step.get("run", "")]
+    commands += [line for line in script.splitlines() if "qwen35 batch" in line]
+    assert len(commands) == 2
+    known = {option for parameter in commands_of("batch") for option in parameter.opts}
+    for command in commands:
+        assert set(re.findall(r"--[a-z-]+", command)) <= known

@@ -7,6 +7,7 @@ partial folder, and only the job's task moves whole shards from there and notes 
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import shutil
@@ -60,9 +61,11 @@ def connected(scheduler: str | None, n_local: int) -> Iterator[Client]:
     except ImportError as error:
         hint = "install it with: pip install 'qwen35conv[dask]'"
         raise ClusterError("Dask is not installed", hint=hint) from error
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # its news, and its farewells, are not ours to tell
     if scheduler is None:
+        quiet = {"dashboard_address": None, "silence_logs": logging.CRITICAL}
         with (
-            LocalCluster(n_workers=n_local, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+            LocalCluster(n_workers=n_local, threads_per_worker=1, processes=True, **quiet) as cluster,
             Client(cluster) as client,
         ):
             yield client

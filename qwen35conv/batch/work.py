@@ -56,7 +56,7 @@ def run_job(job: Job, around: Surroundings) -> Result:
         around.check()
         result = running.run()
     except StoppedError:
-        state = State.STOPPED if running.has_begun else State.NOT_RUN
+        state = State.STOPPED if running.phase is not None else State.NOT_RUN
         result = replace(running.so_far, state=state, reason="the batch was stopped", hint="the same command resumes")
     except Qwen35ConvError as error:
         result = failed(running.so_far, error)
@@ -106,10 +106,9 @@ class _Running:
         self.job = job
         self.around = around
         self.so_far = blank
-        self.has_begun = False
+        self.phase: Phase | None = None
 
     def run(self) -> Result:
-        self.has_begun = True
         self._enter(Phase.INSPECT)
         prepared = prepare_job(self.job, self._note_verdict)
         shards = (*prepared.plan.shards, *prepared.plan.sidecar)
@@ -156,6 +155,7 @@ class _Running:
 
     def _verify(self, prepared: Prepared) -> Result:
         """Whether what an earlier run made passes what is asked now."""
+        self._enter(Phase.VERIFY)
         settings, destination = self.job.settings, self.job.destination
         found = verify_result(
             prepared.plan,
@@ -172,6 +172,7 @@ class _Running:
 
     def _enter(self, phase: Phase, total: int = 0) -> None:
         self.around.check()
+        self.phase = phase
         self.around.tell(Entered(self.job.name, phase, self.so_far.verdict, total))
 
     def _note_verdict(self, verdict: str) -> None:
@@ -182,7 +183,10 @@ class _Running:
         self.around.tell(Moved(self.job.name, n_bytes))
 
     def _on_check(self, what: str, done: int, total: int) -> None:
-        self.around.check()
+        if self.phase is Phase.VERIFY:
+            self.around.check()
+        else:
+            self._enter(Phase.VERIFY)
 
 
 def _verifying(job: Job, prepared: Prepared) -> VerifyOptions | None:
