@@ -164,6 +164,16 @@ def test_what_was_not_asked_before_is_verified_without_converting_again(folder: 
     assert shard.stat().st_ino == before
 
 
+def test_a_draft_head_beside_the_model_is_part_of_what_is_finished(folder: Path) -> None:
+    options = {"mtp": '"sidecar"', "deep": "true"}
+    results = run(jobs_of(folder, **options))
+    assert set(states(results).values()) == {State.CONVERTED}
+    assert [check.passed for check in results["out/a"].checks if check.name == "source"] == [True]
+    assert set(states(run(jobs_of(folder, **options))).values()) == {State.FINISHED}
+    next((folder / "out" / "a-mtp").glob("mtp-*")).unlink()
+    assert states(run(jobs_of(folder, **options)))["out/a"] is State.FAILED
+
+
 def test_a_verification_that_fails_publishes_nothing(folder: Path) -> None:
     n = tiny.SMALL.vocab
     from safetensors.numpy import save_file

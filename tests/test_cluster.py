@@ -22,6 +22,7 @@ from qwen35conv.batch.runner import Stop
 from qwen35conv.errors import DestinationError, SourceError
 from qwen35conv.planning.plan import make_plan
 from qwen35conv.source import open_source, read_checkpoint
+from qwen35conv.writing.journal import Journal, open_journal
 
 distributed = pytest.importorskip("distributed")
 
@@ -31,7 +32,7 @@ N_SHARDS = 10
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
     with (
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
         distributed.Client(cluster) as client,
     ):
         yield client
@@ -106,6 +107,7 @@ class Killer:
             time.sleep(0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_job", [True, False], ids=["the job's", "a shard's"])
 def test_a_worker_that_is_killed_in_the_middle_costs_nothing_but_time(
     tmp_path: Path, large: Path, client: Any, of_job: bool
@@ -123,6 +125,7 @@ def test_a_worker_that_is_killed_in_the_middle_costs_nothing_but_time(
     assert killer.killed not in client.run(os.getpid).values()
 
 
+@pytest.mark.slow
 def test_a_stop_cancels_what_runs_and_the_next_run_resumes(tmp_path: Path, large: Path, client: Any) -> None:
     (tmp_path / "models").symlink_to(large / "models")
     client.wait_for_workers(2, timeout=30)
@@ -158,6 +161,25 @@ def test_a_task_that_comes_too_late_or_sees_other_files_writes_nothing(tmp_path:
         with pytest.raises(error):
             client.submit(_write_one, *arguments, pure=False).result()
     assert contents(tmp_path) == before
+
+
+def test_a_destination_that_someone_is_writing_is_waited_for(tmp_path: Path, client: Any) -> None:
+    make_models(tmp_path, ("a",))
+    (tmp_path / "out" / "a.partial").mkdir(parents=True)
+    lock = open_journal(tmp_path / "out" / "a.partial")
+    assert lock is not None
+    tries = []
+
+    def on_event(event: Event, lock: Journal = lock) -> None:
+        if isinstance(event, Entered) and event.phase is Phase.WRITE:
+            tries.append(event)
+            if len(tries) == 3:
+                lock.close()
+
+    results = run(tmp_path, client, on_event=on_event)
+    assert results["out/a"].state is State.CONVERTED, results
+    assert len(tries) > 3
+    assert contents(tmp_path / "out" / "a") == contents(converted(tmp_path / "models/a", tmp_path / "plain"))
 
 
 def test_jobs_that_fail_are_told_as_in_a_plain_run(tmp_path: Path, client: Any) -> None:

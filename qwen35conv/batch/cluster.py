@@ -25,7 +25,7 @@ from qwen35conv.batch.jobs import Job
 from qwen35conv.batch.results import Ended, Entered, Event, Moved, Phase, Result, State
 from qwen35conv.batch.runner import Stop, until_ended
 from qwen35conv.batch.work import StoppedError, Surroundings, failed, run_job
-from qwen35conv.errors import DestinationError, Qwen35ConvError, SourceError
+from qwen35conv.errors import BusyError, DestinationError, Qwen35ConvError, SourceError
 from qwen35conv.planning.plan import PlanShard
 from qwen35conv.source import Source, open_source
 from qwen35conv.writing.journal import Finished, open_journal
@@ -42,6 +42,8 @@ _STEPS_AT_ONCE = 8
 _BUDGET = threading.BoundedSemaphore(_STEPS_AT_ONCE)  # of all tasks in this worker's process
 _TELL_SECONDS = 0.2
 _CONNECT_SECONDS = 20
+_BUSY_SECONDS = 60  # twice as long as a worker without a scheduler goes on
+_BUSY_PAUSE = 0.5
 
 
 class ClusterError(Qwen35ConvError):
@@ -63,7 +65,7 @@ def connected(scheduler: str | None, n_local: int) -> Iterator[Client]:
         raise ClusterError("Dask is not installed", hint=hint) from error
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # its news, and its farewells, are not ours to tell
     if scheduler is None:
-        quiet = {"dashboard_address": None, "silence_logs": logging.CRITICAL}
+        quiet = {"dashboard_address": ":0", "silence_logs": logging.CRITICAL}
         with (
             LocalCluster(n_workers=n_local, threads_per_worker=1, processes=True, **quiet) as cluster,
             Client(cluster) as client,
@@ -163,7 +165,14 @@ def _run(job: Job, topic: str, large_bytes: int) -> Result:
     """A job, in a worker."""
     teller = _Teller(topic)
     write = partial(_write_apart, spec=job.source, revision=job.settings.revision, large_bytes=large_bytes)
-    return run_job(job, Surroundings(tell=teller.tell, check=_check(), write_shards=write))
+    around = Surroundings(tell=teller.tell, check=_check(), write_shards=write)
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        result = run_job(job, around)
+        # A worker that Dask gave up may still be at this very job: it ends soon, or has finished it.
+        if result.kind != BusyError.__name__ or time.monotonic() > deadline:
+            return result
+        time.sleep(_BUSY_PAUSE)
 
 
 class _Teller:

@@ -197,7 +197,7 @@ def _verifying(job: Job, prepared: Prepared) -> VerifyOptions | None:
     from qwen35conv.verify import Original, RunDtype, VerifyOptions, read_prompt  # MLX: only where it is used
 
     return VerifyOptions(
-        original=Original(prepared.source, prepared.plan) if asked.deep and not prepared.plan.sidecar else None,
+        original=Original(prepared.source, prepared.plan) if asked.deep else None,
         prompt=asked.prompt if asked.prompt_file is None else read_prompt(asked.prompt_file),
         tokens=asked.tokens,
         chat=asked.chat,

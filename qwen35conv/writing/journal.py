@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen35conv.errors import DestinationError
+from qwen35conv.errors import BusyError, DestinationError
 
 JOURNAL = ".journal.jsonl"  # hidden, as no file that is copied from a source is
 _SCHEMA = "qwen35/journal/1"
@@ -98,7 +98,7 @@ class Journal:
 def open_journal(folder: Path) -> Journal | None:
     """The journal of a folder, made where there is none; None where another process removed it meanwhile.
 
-    Raises DestinationError where another process holds it, and OSError where it can't be opened.
+    Raises BusyError where another process holds it, and OSError where it can't be opened.
     """
     descriptor = os.open(folder / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
@@ -110,7 +110,7 @@ def open_journal(folder: Path) -> Journal | None:
                 return Journal(descriptor)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise DestinationError(
+        raise BusyError(
             f"{folder}: another conversion is writing here", hint="wait until it ends, or choose another destination"
         ) from error
     except BaseException:
