@@ -46,8 +46,9 @@ arch: setup ## each room imports only rooms below it
 
 check: lint types arch test ## all that must be green before a commit
 
-bench: judges ## speed and memory of convert, beside cp and mlx-lm
+bench: judges ## speed and memory of convert and batch, beside cp and mlx-lm
 	$(BIN)/python scripts/bench.py
+	$(BIN)/python scripts/bench_batch.py
 
 smoke: ## the wheel alone, in a clean environment
 	rm -rf build/smoke && $(PYTHON) -m venv build/smoke

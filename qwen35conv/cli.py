@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
 from types import FrameType
@@ -19,6 +19,7 @@ from qwen35conv.errors import Qwen35ConvError
 from qwen35conv.version import __version__
 
 if TYPE_CHECKING:
+    from qwen35conv.generation.convention import Generation
     from qwen35conv.planning.plan import Options
 
 app = typer.Typer(
@@ -326,6 +327,119 @@ def verify(
             raise typer.Exit(verification.exit_code)
 
 
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint's folder or file, raw or converted.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    assume_a: Annotated[
+        Optional[Assumption], typer.Option("--assume-a", help="Overrule the verdict on A's generation.")
+    ] = None,
+    assume_b: Annotated[
+        Optional[Assumption], typer.Option("--assume-b", help="Overrule the verdict on B's generation.")
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Take gains that were shifted twice or never as convert would repair them.")
+    ] = False,
+    ignore_index: IgnoreIndexOpt = False,
+    as_json: JsonOpt = False,
+    debug: DebugOpt = False,
+) -> None:
+    """Compare two checkpoints under their canonical names, each after its own plan. Exit 1 on a difference."""
+    with _reporting("diff", as_json, debug):
+        from qwen35conv import report
+        from qwen35conv.comparison import compare, make_pair
+        from qwen35conv.source import open_source, read_checkpoint
+
+        first, second = open_source(a), open_source(b)
+        pair = make_pair(
+            (first, read_checkpoint(first, ignore_index=ignore_index)),
+            (second, read_checkpoint(second, ignore_index=ignore_index)),
+            assume=(_generation(assume_a), _generation(assume_b)),
+            repair=repair,
+        )
+        with report.progress("diff", pair.n_bytes) as on_bytes:
+            comparison = compare(pair, on_bytes)
+        report.show_comparison(comparison, as_json=as_json)
+        if comparison.exit_code:
+            raise typer.Exit(comparison.exit_code)
+
+
+@app.command()
+def batch(
+    jobs_file: Annotated[
+        Path, typer.Argument(metavar="JOBS", help="A job file: .toml, .yaml or .jsonl.", show_default=True)
+    ] = Path("jobs.toml"),
+    init: Annotated[bool, typer.Option("--init", help="Write a commented example to JOBS.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Look at all, and show what would be written and what it takes.")
+    ] = False,
+    jobs: Annotated[Optional[int], typer.Option("--jobs", min=1, max=64, help="Jobs at once.")] = None,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first job that fails.")] = False,
+    part: Annotated[
+        Optional[str], typer.Option("--slice", metavar="I/N", help="Only part I of N, such as 3/10.")
+    ] = None,
+    junit: Annotated[
+        Optional[Path], typer.Option("--junit", metavar="FILE", help="Write a test case for each job.")
+    ] = None,
+    summary: Annotated[
+        Optional[Path], typer.Option("--summary", metavar="FILE.md", help="Write a page for people, in Markdown.")
+    ] = None,
+    scheduler: Annotated[
+        Optional[str], typer.Option("--scheduler", metavar="URL", help="Run on a Dask cluster: tcp://host:8786.")
+    ] = None,
+    local_cluster: Annotated[
+        Optional[int], typer.Option("--local-cluster", min=1, max=64, help="Run on a Dask cluster made here, of N.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line an event, in a terminal too.")] = False,
+    debug: DebugOpt = False,
+) -> None:
+    """Convert and verify many checkpoints, a few at a time; what is finished is skipped, the rest resumes."""
+    if scheduler is not None and local_cluster is not None:
+        raise typer.BadParameter("--scheduler and --local-cluster exclude each other")
+    with _reporting("batch", as_json, debug):
+        from qwen35conv import report
+        from qwen35conv.batch.jobs import read_jobs, take_slice, write_example
+        from qwen35conv.batch.results import exit_code_of
+
+        if init:
+            write_example(jobs_file)
+            typer.echo(f"{jobs_file}: an example to edit", err=True)
+            return
+        chosen = read_jobs(jobs_file)
+        if part is not None:
+            chosen = take_slice(chosen, _slice(part))
+        n_at_once = jobs or min(4, os.cpu_count() or 1)
+        if dry_run:
+            from qwen35conv.batch.survey import survey_jobs
+
+            survey = survey_jobs(chosen, n_at_once=n_at_once)
+            report.show_survey(survey, as_json=as_json)
+            raise typer.Exit(survey.exit_code)
+        for file in (junit, summary):
+            if file is not None:
+                report.check_writable(file)
+        from qwen35conv.batch.runner import Stop, run_jobs, stopping_on_signals
+
+        stop = Stop()
+        with ExitStack() as stack:
+            if scheduler is None and local_cluster is None:
+                events = run_jobs(chosen, n_at_once=n_at_once, fail_fast=fail_fast, stop=stop)
+            else:
+                from qwen35conv.batch.cluster import connected, run_on_cluster
+
+                client = stack.enter_context(connected(scheduler, local_cluster or 1))
+                events = run_on_cluster(chosen, client, fail_fast=fail_fast, stop=stop)
+            stack.enter_context(stopping_on_signals(stop))
+            results = report.show_batch(events, [job.name for job in chosen], as_json=as_json)
+        if junit is not None:
+            report.write_junit(results, junit)
+        if summary is not None:
+            report.write_summary(results, summary)
+        if stop.signal is not None:
+            raise typer.Exit(TERMINATED if stop.signal == signal.SIGTERM else INTERRUPTED)
+        raise typer.Exit(exit_code_of(results))
+
+
 def main() -> None:
     """Run the command line."""
     signal.signal(signal.SIGTERM, _terminate)
@@ -393,7 +507,6 @@ def _options(
     max_shard_size: str | None = None,
     tie_embeddings: bool = False,
 ) -> Options:
-    from qwen35conv.generation.convention import Generation
     from qwen35conv.planning.plan import Mtp, NormDtype, Options
 
     if repair and assume is not None:
@@ -401,7 +514,7 @@ def _options(
     return Options(
         keep_vision=keep_vision,
         mtp=Mtp(mtp.value),
-        assume=None if assume is None else Generation(assume.value),
+        assume=_generation(assume),
         repair=repair,
         norm_dtype=NormDtype(norm_dtype.value),
         max_shard_bytes=None if max_shard_size is None else _size("--max-shard-size", max_shard_size),
@@ -414,18 +527,34 @@ def _check_hub_id(option: str, text: str) -> None:
         raise typer.BadParameter(f"{option}: expected a Hub id owner/name, found {text[:80]!r}")
 
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+def _generation(assume: Assumption | None) -> Generation | None:
+    from qwen35conv.generation.convention import Generation
+
+    return None if assume is None else Generation(assume.value)
 
 
 def _token_ids(text: str) -> tuple[int, ...]:
-    if re.fullmatch(r"\s*\d{1,9}(\s*,\s*\d{1,9})*\s*", text) is None:
-        raise typer.BadParameter(f"--tokens: expected numbers with commas between them, found {text[:60]!r}")
-    return tuple(int(number) for number in text.split(","))
+    from qwen35conv.quantities import parse_token_ids
+
+    try:
+        return parse_token_ids(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--tokens: {error}") from error
+
+
+def _slice(text: str) -> tuple[int, int]:
+    from qwen35conv.quantities import parse_slice
+
+    try:
+        return parse_slice(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--slice: {error}") from error
 
 
 def _size(option: str, text: str) -> int:
-    """Bytes, from a number with or without a unit: 500MB, 5GB, 2GiB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", text.strip().upper())
-    if match is None or (n := int(float(match[1]) * _UNITS[match[2] or ""])) < 1:
-        raise typer.BadParameter(f"{option}: expected a size such as 5GB, found {text!r}")
-    return n
+    from qwen35conv.quantities import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{option}: {error}") from error

@@ -8,12 +8,12 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from qwen35conv.errors import CheckpointError, DestinationError, SourceError
 from qwen35conv.facts.checkpoint import CONFIG, INDEX, few
@@ -56,7 +56,7 @@ from qwen35conv.writing.writer import (
 
 if TYPE_CHECKING:
     from qwen35conv.hub.source import HubSource
-    from qwen35conv.verify import Verification
+    from qwen35conv.verify import OnProgress, Verification, VerifyOptions
 
 MTP_INDEX = "mtp.safetensors.index.json"
 _N_CONNECTIONS = 8
@@ -90,6 +90,32 @@ class Preparation:
     def n_shard_bytes(self) -> int:
         """Bytes of the shards' data, which progress counts."""
         return sum(shard.n_bytes for shard in (*self.plan.shards, *self.plan.sidecar))
+
+
+class ShardWriter(Protocol):
+    """What `write_shards` does, here or elsewhere."""
+
+    def __call__(
+        self,
+        shards: Sequence[PlanShard],
+        source: Source,
+        partial: Partial,
+        *,
+        jobs: int,
+        checksum: bool,
+        on_bytes: Callable[[int], None],
+    ) -> tuple[Written, ...]:
+        """What was written, in the order of `shards`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a conversion that is one of many works with; alone it does without."""
+
+    write_shards: ShardWriter = write_shards
+    files: Mapping[str, bytes] = field(default_factory=dict)  # more files of the result, beside the receipt
+    verifying: VerifyOptions | None = None  # what the result must pass before it appears; None: the quick steps
+    on_check: OnProgress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +227,10 @@ def carry_out(
     checksum: bool = False,
     check: bool = True,
     on_bytes: Callable[[int], None] = lambda n: None,
+    means: Means | None = None,
 ) -> Outcome:
     """As `write`, from what was prepared."""
+    means = means or Means()
     begun = time.monotonic()
     plan, destination, aside = preparation.plan, preparation.destination, preparation.sidecar
     for target in (destination, aside):
@@ -216,21 +244,30 @@ def carry_out(
         partial = stack.enter_context(publishing(destination, key=key, overwrite=overwrite))
         beside = stack.enter_context(publishing(aside, key=key, overwrite=overwrite)) if aside is not None else None
         _check_space(preparation, [partial] if beside is None else [partial, beside])
-        written = write_shards(
+        written = means.write_shards(
             plan.shards, source, partial, jobs=preparation.jobs, checksum=checksum, on_bytes=on_bytes
         )
         if beside is not None:
-            written += write_shards(
+            written += means.write_shards(
                 plan.sidecar, source, beside, jobs=preparation.jobs, checksum=checksum, on_bytes=on_bytes
             )
             beside.write_file(MTP_INDEX, build_json(build_index(plan.sidecar)))
         _write_side_files(source, preparation, partial, written)
+        for file, content in means.files.items():
+            partial.write_file(file, content)
         n_headers, n_tensors, n_gains = prove(source, plan, plan.shards, partial.folder)
         if beside is not None:
             proof = prove(source, plan, plan.sidecar, beside.folder)
             n_headers, n_tensors, n_gains = n_headers + proof[0], n_tensors + proof[1], n_gains + proof[2]
-        assumed = plan.options.assume is not None
-        verification = verify_result(partial.folder, label=plan.checkpoint.label, assumed=assumed) if check else None
+        verification = None
+        if check:
+            verification = verify_result(
+                partial.folder,
+                means.verifying,
+                means.on_check,
+                label=plan.checkpoint.label,
+                assumed=plan.options.assume is not None,
+            )
     return Outcome(preparation, written, time.monotonic() - begun, n_headers, n_tensors, n_gains, verification)
 
 
@@ -284,17 +321,25 @@ def _check_again(plan: Plan, result: LocalSource) -> None:
         raise DestinationError(f"{result.label}: converting the result again would change it")
 
 
-def verify_result(folder: Path, *, label: str, assumed: bool) -> Verification:
-    """The quick steps of a verification. Raises CheckpointError where one fails.
+def verify_result(
+    folder: Path,
+    options: VerifyOptions | None = None,
+    on_progress: OnProgress | None = None,
+    *,
+    label: str,
+    assumed: bool,
+    hint: str = "nothing was published; --no-verify skips this, if you know better",
+) -> Verification:
+    """A verification of a result, of the quick steps where nothing else is asked.
 
-    `assumed`: the user vouched for the generation of the source.
+    `assumed`: the user vouched for the generation of the source. Raises CheckpointError where a step fails.
     """
     from qwen35conv.verify import QUICK, VerifyOptions, plan_to_verify, verify  # MLX: only where it is used
 
     result = LocalSource(folder, str(folder))
     checkpoint = read_checkpoint(result)
     again = plan_to_verify(checkpoint)
-    found = verify(result, again, checkpoint, VerifyOptions(steps=QUICK, brief=True))
+    found = verify(result, again, checkpoint, options or VerifyOptions(steps=QUICK, brief=True), on_progress)
     # Whoever overrules the verdict on the source has overruled it on the result. And gains of a model of a few layers
     # may say less once they are shifted: every one of them has just been compared with the plan.
     vouched = assumed or again.verdict.generation is Generation.UNKNOWN
@@ -302,7 +347,7 @@ def verify_result(folder: Path, *, label: str, assumed: bool) -> Verification:
         if check.passed is False and not (vouched and check.name == "values"):
             raise CheckpointError(
                 f"{label}: the result fails its verification: {check.name}: {check.summary}",
-                hint="nothing was published; --no-verify skips this, if you know better",
+                hint=hint,
             )
     return found
 

@@ -35,3 +35,7 @@ class DestinationError(Qwen35ConvError):
     """A destination that can't be written: it exists, is the source, is full, or is not ours to write."""
 
     exit_code = 4
+
+
+class BusyError(DestinationError):
+    """A destination that another process is writing."""

@@ -56,15 +56,15 @@ def emit(text: str, stream: TextIO) -> None:
     stream.flush()
 
 
-def show_document(document: Mapping[str, Any]) -> None:
-    """Write one JSON document to stdout, in ASCII, so that any encoding carries it."""
-    emit(json.dumps(document, indent=2, allow_nan=False) + "\n", sys.stdout)
+def show_document(document: Mapping[str, Any], *, indent: int | None = 2) -> None:
+    """Write one JSON document to stdout, in ASCII, so that any encoding carries it; without an indent on one line."""
+    emit(json.dumps(document, indent=indent, allow_nan=False) + "\n", sys.stdout)
 
 
 def show_error(error: Qwen35ConvError, *, command: str = "", as_json: bool = False) -> None:
     """Write an error and its hint, a line each, to stderr; with `as_json` also the error document to stdout."""
     if as_json:
-        show_document(error_document(error, command))
+        show_document(error_document(error, command), indent=None if command == "batch" else 2)
     bold, cyan, off = ("", "", "") if is_plain(sys.stderr) else ("\x1b[1;31m", "\x1b[36m", "\x1b[0m")
     lines = [f"{bold}error:{off} {clean(str(error))}"]
     if error.hint:

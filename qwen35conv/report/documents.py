@@ -18,6 +18,7 @@ from qwen35conv.planning.receipt import options_document, rule_counts, verdict_d
 from qwen35conv.planning.sidecar import ConfigEdit, SideFiles
 
 if TYPE_CHECKING:
+    from qwen35conv.comparison import Comparison, Side
     from qwen35conv.convert import Outcome, Preparation
     from qwen35conv.verify import Verification
 
@@ -115,6 +116,50 @@ def verification_document(label: str, verification: Verification) -> dict[str, A
         "checkpoint": label,
         "passed": verification.passed,
         "checks": _checks(verification),
+    }
+
+
+def comparison_document(comparison: Comparison) -> dict[str, Any]:
+    """What `diff` found. `max_abs` is null where no finite values differ, or the dtype is no float."""
+    return {
+        "schema": schema("diff"),
+        "equal": comparison.is_equal,
+        "a": _side(comparison.a),
+        "b": _side(comparison.b),
+        "not_compared": [{"what": left.what, "reason": left.reason} for left in comparison.left],
+        "n_compared": comparison.n_compared,
+        "n_bytes": comparison.n_bytes,
+        "only_a": list(comparison.only_a),
+        "only_b": list(comparison.only_b),
+        "forms": [
+            {
+                "name": form.name,
+                "dtypes": [dtype.value for dtype in form.dtypes],
+                "shapes": [list(shape) for shape in form.shapes],
+            }
+            for form in comparison.forms
+        ],
+        "values": [
+            {
+                "name": found.name,
+                "n": found.n,
+                "n_differ": found.n_differ,
+                "max_abs": found.max_abs,
+                "n_not_finite": found.n_not_finite,
+            }
+            for found in comparison.values
+        ],
+    }
+
+
+def _side(side: Side) -> dict[str, Any]:
+    return {
+        "source": side.checkpoint.label,
+        "verdict": side.plan.verdict.generation.value,
+        "gain_shift": side.plan.shift,
+        "options": options_document(side.plan),
+        "n_tensors": sum(1 for _ in side.plan.writes()),
+        "problem": None if side.problem is None else _problem(side.problem),
     }
 
 

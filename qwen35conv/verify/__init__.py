@@ -6,6 +6,7 @@ It runs over the plan's view, so it works the same on a raw source and on a conv
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from qwen35conv.model import Decoder, Weights, load_decoder, lora_targets
 from qwen35conv.planning.plan import NormDtype, Options, Plan, make_plan
 from qwen35conv.planning.verdicts import judge_checkpoint
 from qwen35conv.source import Source, open_source, read_checkpoint
+from qwen35conv.verify.apart import run_apart
 from qwen35conv.verify.bytes import check_bytes, plan_like, plan_of_all
 from qwen35conv.verify.check import (
     QUICK,
@@ -60,6 +62,7 @@ __all__ = [
 ]
 
 _FORWARD = (Step.PROMPT, Step.REFERENCE, Step.INVARIANTS, Step.SERVING, Step.PROFILE)  # what needs a decoder
+_ALONE = threading.Lock()  # one at a time in a process: each counts on all processors and on the memory that is free
 _PROFILE_TOKENS = 128
 _SERVED_TOKENS = 19
 _DEEP_TOKENS = 33  # positions that the invariants are asked over, where no prompt is given
@@ -105,7 +108,13 @@ def verify(
 
     Raises SourceError for what can't be read, TextError for a prompt that can't be used.
     """
-    options = options or VerifyOptions()
+    with _ALONE:
+        return run_apart(lambda: _verify(source, plan, checkpoint, options or VerifyOptions(), on_progress))
+
+
+def _verify(
+    source: Source, plan: Plan, checkpoint: Checkpoint, options: VerifyOptions, on_progress: OnProgress | None
+) -> Verification:
     if options.dtype is RunDtype.FLOAT32:  # MLX reads it at its first product: else CUDA rounds float32 to 11 bits
         os.environ.setdefault("MLX_ENABLE_TF32", "0")
     steps = set(options.steps)

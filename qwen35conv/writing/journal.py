@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen35conv.errors import DestinationError
+from qwen35conv.errors import BusyError, DestinationError
 
 JOURNAL = ".journal.jsonl"  # hidden, as no file that is copied from a source is
 _SCHEMA = "qwen35/journal/1"
@@ -110,7 +110,7 @@ class Journal:
 def open_journal(folder: Path) -> Journal | None:
     """The journal of a folder, made where there is none; None where another process removed it meanwhile.
 
-    Raises DestinationError where another process holds it, and OSError where it can't be opened.
+    Raises BusyError where another process holds it, and OSError where it can't be opened.
     """
     descriptor = os.open(folder / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
@@ -122,7 +122,7 @@ def open_journal(folder: Path) -> Journal | None:
                 return Journal(descriptor)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise DestinationError(
+        raise BusyError(
             f"{folder}: another conversion is writing here", hint="wait until it ends, or choose another destination"
         ) from error
     except BaseException:
@@ -130,6 +130,18 @@ def open_journal(folder: Path) -> Journal | None:
         raise
     os.close(descriptor)
     return None
+
+
+def n_bytes_kept(folder: Path, key: str) -> int:
+    """Bytes of the whole shards that a run with this key would find in a partial folder; it changes nothing."""
+    n_bytes = 0
+    try:
+        first, *entries = [json.loads(line) for line in (folder / JOURNAL).read_bytes().splitlines()]
+        if (first["schema"], first["key"]) == (_SCHEMA, key):
+            n_bytes = sum(entry["n_bytes"] for entry in entries if (folder / entry.get("file", "-")).is_file())
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0
+    return n_bytes
 
 
 def destination_error(path: Path, error: OSError, *, n_needed: int | None = None) -> DestinationError:

@@ -59,6 +59,11 @@ class Partial:
         self.temporary(shard.file).rename(self.folder / shard.file)
         self._journal.finish(shard)
 
+    def adopt(self, path: Path, shard: Finished) -> None:
+        """Take in a shard that stands whole and flushed elsewhere on this file system, and note it."""
+        path.rename(self.folder / shard.file)
+        self._journal.finish(shard)
+
     def write_file(self, file: str, content: bytes | Iterable[bytes]) -> None:
         """Write a file beside the shards; it is flushed when the folder is published.
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,10 +52,12 @@ def write_shards(
     jobs: int,
     checksum: bool,
     on_bytes: Callable[[int], None] = lambda n: None,
+    budget: AbstractContextManager[object] | None = None,
 ) -> tuple[Written, ...]:
     """What was written, in the order of `shards`; those that are whole already are not written again.
 
-    `on_bytes` is told of bytes as they come, by one thread at a time. Raises SourceError where the source can't be read
+    `on_bytes` is told of bytes as they come, by one thread at a time. `budget` is entered for every step: a semaphore
+    that several conversions share bounds what they do at once. Raises SourceError where the source can't be read
     or changes meanwhile, and DestinationError where a shard can't be written; whole shards stay in the partial folder.
     """
     resumed = partial.finished.keys() & {shard.file for shard in shards}
@@ -64,7 +66,7 @@ def write_shards(
     growing = [_Growing(shard, source, partial, checksum) for shard in shards if shard.file not in resumed]
     for one in growing:
         on_bytes(one.n_bytes - one.n_missing)
-    _Crew(growing, partial.folder, on_bytes).run(jobs)
+    _Crew(growing, partial.folder, on_bytes, budget or nullcontext()).run(jobs)
     whole = partial.finished
     if checksum:
         for file in resumed:
@@ -200,10 +202,17 @@ class _Growing:
 class _Crew:
     """Threads that share shards: each takes one of its own, and helps with the others when none is left."""
 
-    def __init__(self, shards: Sequence[_Growing], folder: Path, on_bytes: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        shards: Sequence[_Growing],
+        folder: Path,
+        on_bytes: Callable[[int], None],
+        budget: AbstractContextManager[object],
+    ) -> None:
         self._shards = shards
         self._folder = folder
         self._on_bytes = on_bytes
+        self._budget = budget
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._failure: BaseException | None = None
@@ -239,7 +248,8 @@ class _Crew:
                         os.close(target)
                     held, target = None, os.open(shard.path, os.O_WRONLY)
                     held = shard
-                shard.carry_out(step, target, self._stop, self._tell)
+                with self._budget:
+                    shard.carry_out(step, target, self._stop, self._tell)
                 if self._is_last(shard, step):
                     shard.finish(target, self._stop)
         except BaseException as error:  # raised again by `run`

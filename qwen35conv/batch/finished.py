@@ -1,0 +1,138 @@
+"""Whether a job's destination is what it would make: receipt, source revision and options agree.
+
+The receipt says what was done, to the byte; it knows no times and no places, so the same input gives the same receipt.
+Which very files of this machine were read, and what the result has passed, stands beside it in a hidden stamp.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from qwen35conv.batch.settings import Settings, Verifying
+from qwen35conv.convert import Preparation, file_bytes
+from qwen35conv.facts.checkpoint import CONFIG
+from qwen35conv.planning.receipt import ShardRecord, build_receipt
+from qwen35conv.planning.sidecar import RECEIPT, build_json
+from qwen35conv.source import Source
+
+STAMP = ".batch.json"  # hidden, as no file that is copied from a source is
+_SCHEMA = "qwen35/batch-stamp/1"
+_QUICK = "quick"
+
+
+class Standing(Enum):
+    """What a destination is to its job."""
+
+    NEW = "new"  # nothing is there, or something else
+    UNVERIFIED = "unverified"  # it is what the job makes, but has not passed what the job asks
+    FINISHED = "finished"
+
+
+def standing_of(source: Source, preparation: Preparation, settings: Settings) -> Standing:
+    """What the destination of a job is to it. Reads the documents that stand there, and no weights."""
+    stamp = _read(preparation.destination / STAMP)
+    receipt = _read(preparation.destination / RECEIPT)
+    if stamp is None or receipt is None or stamp.get("source") != source_digest(source, preparation):
+        return Standing.NEW
+    if not _is_receipt_of(receipt, preparation, settings) or not _is_whole(preparation):
+        return Standing.NEW
+    wanted, passed = verifying_digest(settings), stamp.get("verified")
+    if wanted is None or passed == wanted or (wanted == _QUICK and passed is not None):
+        return Standing.FINISHED
+    return Standing.UNVERIFIED
+
+
+def build_stamp(source: Source, preparation: Preparation, settings: Settings) -> bytes:
+    """The stamp of a destination that has passed what a job asks."""
+    digest = source_digest(source, preparation)
+    return build_json({"schema": _SCHEMA, "source": digest, "verified": verifying_digest(settings)})
+
+
+def renew_stamp(stamp: bytes, destination: Path) -> None:
+    """Replace the stamp of a destination, whole or not at all. Raises OSError where it can't be written."""
+    beside = destination / f"{STAMP}.{os.getpid()}"
+    try:
+        beside.write_bytes(stamp)
+        beside.rename(destination / STAMP)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink()
+        raise
+
+
+def source_digest(source: Source, preparation: Preparation) -> str:
+    """A digest of which files were read, in which state."""
+    checkpoint = preparation.plan.checkpoint
+    files = sorted({*checkpoint.identities, *preparation.files.copied, CONFIG})
+    return _digest({file: source.identity(file) for file in files})
+
+
+def verifying_digest(settings: Settings) -> str | None:
+    """What a result must pass, as a digest; None where nothing is asked."""
+    asked = settings.verifying
+    if settings.no_verify:
+        return None
+    if not asked.is_asked:
+        return _QUICK
+    return _digest({"asked": repr(asked), "files": [_state(path) for path in _files(asked)]})
+
+
+def _files(asked: Verifying) -> list[Path]:
+    return [path for path in (asked.prompt_file, asked.reference) if path is not None]
+
+
+def _state(path: Path) -> list[int] | None:
+    with suppress(OSError):
+        found = path.stat()
+        return [found.st_size, found.st_mtime_ns]
+    return None
+
+
+def _is_receipt_of(receipt: Mapping[str, Any], preparation: Preparation, settings: Settings) -> bool:
+    """Whether a receipt is, but for the tool's version, the one that the job would write."""
+    shards = (*preparation.plan.shards, *preparation.plan.sidecar)
+    stored = receipt.get("shards")
+    if not isinstance(stored, dict) or not all(isinstance(found, dict) for found in stored.values()):
+        return False
+    records = [ShardRecord(s.file, file_bytes(s), stored.get(s.file, {}).get("sha256")) for s in shards]
+    if settings.checksum and any(record.sha256 is None for record in records):
+        return False
+    wanted = json.loads(build_json(build_receipt(preparation.plan, records, preparation.edits, preparation.files)))
+    return _without_version(wanted) == _without_version(receipt)
+
+
+def _without_version(receipt: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in receipt.items() if key != "tool"}
+
+
+def _is_whole(preparation: Preparation) -> bool:
+    """Whether every shard has its length, and config.json its content."""
+    plan = preparation.plan
+    places = [(preparation.destination, shard) for shard in plan.shards]
+    if preparation.sidecar is not None:
+        places += [(preparation.sidecar, shard) for shard in plan.sidecar]
+    try:
+        return all((place / shard.file).stat().st_size == file_bytes(shard) for place, shard in places) and (
+            preparation.destination / CONFIG
+        ).read_bytes() == build_json(preparation.config)
+    except OSError:
+        return False
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A JSON document; None where none is there."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(path.read_bytes())
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def _digest(document: Any) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

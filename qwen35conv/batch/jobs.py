@@ -1,0 +1,170 @@
+"""The jobs of a file: defaults applied, globs expanded, destinations filled in, and no two in each other's way."""
+
+from __future__ import annotations
+
+import glob
+import string
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qwen35conv.batch.job_file import Entry, JobFile, JobFileError, parse_job_file
+from qwen35conv.batch.settings import DESTINATION, SOURCE, Settings, make_settings
+from qwen35conv.errors import DestinationError
+from qwen35conv.facts.checkpoint import CONFIG, SUFFIX
+from qwen35conv.planning.plan import Mtp
+
+_FIELDS = ("name", "parent")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One checkpoint to convert and verify. `name` is its destination as the file has it, unique among the jobs."""
+
+    name: str
+    source: str
+    destination: Path
+    settings: Settings
+
+
+def read_jobs(path: Path) -> tuple[Job, ...]:
+    """All jobs of a file, in its order; relative paths are meant from the file's folder.
+
+    Raises JobFileError, with the line, for what can't be done.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        hint = "check the path; `qwen35 batch --init` writes an example"
+        raise JobFileError(f"{path}: can't be read: {error.strerror or error}", hint=hint) from error
+    except UnicodeDecodeError as error:
+        raise JobFileError(f"{path}: is no UTF-8 text", hint="give a .toml, .yaml or .jsonl file") from error
+    file = parse_job_file(str(path), text)
+    pairs = [(entry, job) for entry in file.jobs for job in _expanded(file, entry, path.parent)]
+    _check_apart(file, pairs)
+    return tuple(job for _, job in pairs)
+
+
+def take_slice(jobs: Sequence[Job], part: tuple[int, int]) -> tuple[Job, ...]:
+    """Part i of n, the same whatever the file's order: every job is in exactly one part, and parts are equally long."""
+    i, n = part
+    mine = {job.name for job in sorted(jobs, key=lambda job: job.name)[i - 1 :: n]}
+    return tuple(job for job in jobs if job.name in mine)
+
+
+def write_example(path: Path) -> None:
+    """Write a commented job file. Raises JobFileError for a name that is no .toml, DestinationError where it exists."""
+    if path.suffix != ".toml":
+        raise JobFileError(f"{path}: the example is TOML", hint="name it jobs.toml")
+    try:
+        with path.open("x", encoding="utf-8") as opened:
+            opened.write(EXAMPLE)
+    except FileExistsError as error:
+        raise DestinationError(f"{path}: exists", hint="choose another name") from error
+    except OSError as error:
+        raise DestinationError(f"{path}: can't be written: {error.strerror or error}") from error
+
+
+def _expanded(file: JobFile, entry: Entry, folder: Path) -> Iterator[Job]:
+    values, settings = make_settings(file, entry, folder)
+    for key in (SOURCE, DESTINATION):
+        if key not in values:
+            raise file.fail(entry.line_of(None), f"a job without {key}", f"say {key} here, or for all jobs at the top")
+    line = _line_of(file, entry, SOURCE)
+    template, line_of_template = values[DESTINATION], _line_of(file, entry, DESTINATION)
+    sources = _sources(folder, values[SOURCE])
+    if not sources:
+        raise file.fail(
+            line, f"source: nothing matches {values[SOURCE]!r}", "a checkpoint is a folder with config.json"
+        )
+    found = []
+    for source in sources:
+        name = _filled(file, line_of_template, template, source)
+        found.append(Job(name, source, folder / Path(name).expanduser(), settings))
+    # The glob of a second run meets what the first one made.
+    made = {place for job in found for place in _places(job)}
+    yield from (job for job in found if len(found) == 1 or Path(job.source) not in made)
+
+
+def _line_of(file: JobFile, entry: Entry, key: str) -> int:
+    return (entry if key in entry.values else file.defaults).line_of(key)
+
+
+def _sources(folder: Path, source: str) -> list[str]:
+    """The checkpoints that a source names: itself, or all that its glob matches, sorted."""
+    here = folder / Path(source).expanduser()
+    if here.exists() or not set(source) & set("*?["):
+        return [str(here) if here.exists() else source]  # else a Hub id, or an error of that job's own
+    matches = (Path(match) for match in sorted(glob.glob(str(here), recursive=True)))  # noqa: PTH207 - a pattern may be absolute
+    return [str(match) for match in matches if match.suffix == SUFFIX or (match / CONFIG).is_file()]
+
+
+def _filled(file: JobFile, line: int, template: str, source: str) -> str:
+    """A destination for a source. Raises JobFileError for a template with another field."""
+    parts = [part for part in source.rstrip("/").split("/") if part not in ("", ".")] or ["checkpoint"]
+    known = {"name": parts[-1].removesuffix(SUFFIX), "parent": parts[-2] if len(parts) > 1 else ""}
+    try:
+        fields = {field for _, field, *_ in string.Formatter().parse(template) if field is not None}
+        if fields <= known.keys():
+            return template.format(**known)
+        wrong = ", ".join(f"{{{field}}}" for field in sorted(fields - known.keys()))
+    except ValueError as error:
+        raise file.fail(line, f"destination: {error}", "a brace that is meant is written twice: {{") from error
+    raise file.fail(line, f"destination: unknown {wrong}", f"known are {', '.join(f'{{{one}}}' for one in _FIELDS)}")
+
+
+def _places(job: Job) -> Iterator[Path]:
+    """The folders that a job makes."""
+    yield job.destination
+    yield job.destination.with_name(f"{job.destination.name}.partial")
+    if job.settings.options.mtp is Mtp.SIDECAR:
+        yield job.destination.with_name(f"{job.destination.name}-mtp")
+
+
+def _check_apart(file: JobFile, pairs: Iterable[tuple[Entry, Job]]) -> None:
+    """Raises JobFileError where two jobs write one folder, or one writes what another reads."""
+    taken: dict[Path, tuple[Entry, Job]] = {}
+    pairs = list(pairs)
+    for entry, job in pairs:
+        for place in _places(job):
+            place = place.absolute()
+            other = taken.setdefault(place, (entry, job))
+            if other[1] is not job:
+                before = f"{other[1].source} (line {_line_of(file, other[0], SOURCE)})"
+                message = f"{job.source}: {place.name} is the destination of {before} too"
+                raise file.fail(_line_of(file, entry, DESTINATION), message, "{name} gives each source its own")
+    for entry, job in pairs:
+        other_job = taken.get(Path(job.source).absolute())
+        if other_job is not None and other_job[1] is not job:
+            message = f"{job.source}: another job makes this source (line {_line_of(file, other_job[0], DESTINATION)})"
+            raise file.fail(_line_of(file, entry, SOURCE), message, "jobs run in no order; put it into a second file")
+
+
+EXAMPLE = """\
+# Jobs for `qwen35 batch`. Relative paths are meant from this file's folder.
+
+# What stands at the top holds for every job; a job may say otherwise.
+# Keys are the long names of the options of `qwen35 convert` and `qwen35 verify`.
+destination = "converted/{name}-mlx"    # {name}: the source's last part; {parent}: the one before it
+checksum = true                         # each shard's SHA-256 in the receipt
+# mtp = "drop"                          # or "keep", "sidecar"
+# keep-vision = false
+# norm-dtype = "source"                 # or "float32"
+# max-shard-size = "5GB"
+# overwrite = false
+
+# What the result must pass before it appears, beyond the quick steps:
+# prompt = "The capital of France is"
+# deep = true                           # every value, every byte against the source, and the invariants
+
+[[job]]
+source = "models/Qwen3.5-0.8B"          # a folder or one .safetensors file
+
+[[job]]
+source = "models/finetunes/*"           # every checkpoint that matches, a job each
+
+# [[job]]
+# source = "models/odd-export"
+# destination = "converted/odd-mlx"
+# repair = true                         # or assume = "raw" or "canonical"
+"""
