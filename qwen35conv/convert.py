@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 MTP_INDEX = "mtp.safetensors.index.json"
 _N_CONNECTIONS = 8
+_UNVERIFIED = "nothing was published; --no-verify skips this, if you know better"
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +281,7 @@ def _check_again(plan: Plan, result: LocalSource) -> None:
         raise DestinationError(f"{result.label}: converting the result again would change it")
 
 
-def verify_result(folder: Path, *, label: str, assumed: bool) -> Verification:
+def verify_result(folder: Path, *, label: str, assumed: bool, hint: str = _UNVERIFIED) -> Verification:
     """The quick steps of a verification. Raises CheckpointError where one fails.
 
     `assumed`: the user vouched for the generation of the source.
@@ -298,7 +299,7 @@ def verify_result(folder: Path, *, label: str, assumed: bool) -> Verification:
         if check.passed is False and not (vouched and check.name == "values"):
             raise CheckpointError(
                 f"{label}: the result fails its verification: {check.name}: {check.summary}",
-                hint="nothing was published; --no-verify skips this, if you know better",
+                hint=hint,
             )
     return found
 
