@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 MTP_INDEX = "mtp.safetensors.index.json"
 _N_CONNECTIONS = 8
+_UNVERIFIED = "nothing was published; --no-verify skips this, if you know better"
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +329,7 @@ def verify_result(
     *,
     label: str,
     assumed: bool,
-    hint: str = "nothing was published; --no-verify skips this, if you know better",
+    hint: str = _UNVERIFIED,
 ) -> Verification:
     """A verification of a result, of the quick steps where nothing else is asked.
 

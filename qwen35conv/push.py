@@ -58,7 +58,8 @@ def prepare_push(folder: Path, repo: str, *, private: bool = False, verified: bo
     _check_shards(source, receipt)
     if not verified:
         _check_gains(source, receipt)
-        verify_result(folder, label=str(folder), assumed=receipt["options"]["assume"] is not None)
+        assumed = receipt["options"]["assume"] is not None
+        verify_result(folder, label=str(folder), assumed=assumed, hint="nothing was sent; convert again")
     readme = folder / CARD
     front = Front()
     if readme.is_file() and readme.stat().st_size <= _MAX_CARD:

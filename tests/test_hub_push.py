@@ -133,7 +133,7 @@ def test_a_result_whose_values_are_broken_is_never_sent(
 ) -> None:
     folder = shutil.copytree(result, tmp_path / "out")
     change(folder, lambda name, value: np.full_like(value, np.nan) if name.endswith("in_proj_z.weight") else value)
-    told(tool("push", folder, NEW), 1, "fails its verification", "values")
+    told(tool("push", folder, NEW), 1, "fails its verification", "values", "nothing was sent")
     assert hub.asked == []
 
 
