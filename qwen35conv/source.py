@@ -366,11 +366,11 @@ def _read_sidecars(
 
 
 def _sidecar_tensors(file: str, header: Header) -> Iterator[SourceTensor]:
-    """The draft head's tensors of a file; in a file named after it they may lack the `mtp.` prefix."""
-    for info in header.tensors:
-        place: Place | None = parse_name(info.name)
-        if (place is None or place.role is None) and "mtp" in file.lower():
-            place = parse_name(f"mtp.{info.name}")
+    """The draft head's tensors of a file; in a file named after it they may all lack the `mtp.` prefix."""
+    places: list[Place | None] = [parse_name(info.name) for info in header.tensors]
+    if "mtp" in file.lower() and not any(place and place.region is Region.MTP for place in places):
+        places = [parse_name(f"mtp.{info.name}") for info in header.tensors]
+    for info, place in zip(header.tensors, places, strict=True):
         if place is not None and place.region is Region.MTP:
             begin = header.data_begin
             yield SourceTensor(info.name, info.dtype, info.shape, file, begin + info.begin, begin + info.end, place)

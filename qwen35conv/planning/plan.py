@@ -153,6 +153,7 @@ def make_plan(checkpoint: Checkpoint, options: Options | None = None, verdicts: 
     _check_unique(label, writes + heads)
     check_inventory(label, writes, config, tied=tied, modes=modes)
     findings += _findings(checkpoint, verdicts, regions, options)
+    findings += _dtype_findings(writes + heads)
     order = {shard.file: i for i, shard in enumerate(checkpoint.shards)}
     kept, aside = (writes + heads, []) if options.mtp is Mtp.KEEP else (writes, heads)
     return Plan(
@@ -432,4 +433,28 @@ def _findings(
     if checkpoint.strays:
         n, files = len(checkpoint.strays), few(checkpoint.strays)
         found.append(Finding("stray-files", f"{n} safetensors files take no part: {files}"))
+    return found
+
+
+_FLOATS = (Dtype.BF16, Dtype.F16, Dtype.F32)
+
+
+def _dtype_findings(writes: Sequence[Write]) -> list[Finding]:
+    """Dtypes that are kept as they are, but that a loader may trip over."""
+    found: list[Finding] = []
+    sizes: Counter[Dtype] = Counter()
+    for write in writes:
+        if write.dtype in _FLOATS and not write.name.endswith((".scales", ".biases")):
+            sizes[write.dtype] += write.n_bytes
+    main = sizes.most_common(1)[0][0] if sizes else None
+    odd = [w for w in writes if w.name.endswith(".scales") and w.dtype in _FLOATS and w.dtype is not main]
+    if odd and main is not None:
+        text = f"{len(odd)} scales are {odd[0].dtype.value} in a {main.value} model: some loaders then leave out " \
+               f"what they belong to: {few(write.name for write in odd)}"  # fmt: skip
+        found.append(Finding("scales-dtype", text, Severity.WARNING))
+    decays = Counter(write.dtype for write in writes if write.name.endswith(".A_log"))
+    if decays.keys() - {Dtype.F32}:
+        kinds = ", ".join(f"{dtype.value} in {n} layers" for dtype, n in decays.most_common())
+        text = f"A_log is stored as {kinds}; most releases have F32, which a re-save may have lost; it stays as it is"
+        found.append(Finding("a-log-dtype", text))
     return found
