@@ -1,4 +1,4 @@
-"""What field reports are rebuilt with: a small checkpoint changed as someone's was, and the command line asked about it.
+"""What field reports are rebuilt with: a small checkpoint changed as someone's was, and the command line's answer.
 
 The command runs in this process, as `main` would run it: exit code, both streams, and no exception left over.
 """

@@ -7,7 +7,7 @@ all follow it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -205,7 +205,7 @@ def _is_opaque(tensor: SourceTensor, modes: Mapping[str, ModuleQuantization | No
 
 
 def _check_values(checkpoint: Checkpoint) -> None:
-    bad = [name for name in checkpoint.not_finite if not name.endswith("A_log")]
+    bad = checkpoint.not_finite
     if bad:
         raise CheckpointError(
             f"{checkpoint.label}: NaN or infinity in {len(bad)} gains or decay parameters: {few(bad)}",
@@ -425,8 +425,8 @@ def _findings(
     if rows is not None and rows != config.vocab_size:
         text = f"the embeddings have {rows} rows, vocab_size is {config.vocab_size}; config.json follows the tensor"
         found.append(Finding("vocab-size", text, Severity.WARNING))
-    if any("gguf" in text.lower() for pair in checkpoint.metadata.items() for text in pair):
-        text = "the metadata speaks of GGUF: value heads that came through it may stand in another order"
+    if any("gguf" in text.lower() for text in _told_origins(checkpoint)):
+        text = "metadata or config speaks of GGUF: value heads that came through it may stand in another order"
         found.append(Finding("gguf-origin", text, Severity.WARNING))
     for file, verdict in verdicts.sidecars.items():
         found.append(Finding("mtp-sidecar", f"{file}: a draft head beside the shards, {verdict.generation.value}"))
@@ -434,6 +434,17 @@ def _findings(
         n, files = len(checkpoint.strays), few(checkpoint.strays)
         found.append(Finding("stray-files", f"{n} safetensors files take no part: {files}"))
     return found
+
+
+def _told_origins(checkpoint: Checkpoint) -> Iterator[str]:
+    """What metadata and config say of where the weights came from."""
+    for shard in checkpoint.shards:
+        for pair in shard.header.metadata:
+            yield from pair
+    document = checkpoint.config.document
+    for level in (document, *(document.get(key) for key in ("text_config", "quantization_config"))):
+        if isinstance(level, Mapping):
+            yield from (value for value in level.values() if isinstance(value, str))
 
 
 _FLOATS = (Dtype.BF16, Dtype.F16, Dtype.F32)

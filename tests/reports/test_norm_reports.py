@@ -30,6 +30,7 @@ from field import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 WIDE = tiny.Sizes(hidden=64, vocab=50, intermediate=96, layers=8)
 PER_TEST = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -263,7 +264,7 @@ def test_b02_a_head_beside_the_trunk_is_judged_by_its_own_values(
     source = tiny.save(tmp_path / "source", made.canonical, made.config)
     head = converted(made, head="mtp.", head_by=by)
     (source / file).parent.mkdir(exist_ok=True)
-    tiny.save_file(head_of(head, prefix=prefix), source / file)
+    save_file(head_of(head, prefix=prefix), source / file)
     found = inspect(source)
     assert (found.code, found.generation) == (0, "canonical")
     assert found.document["verdicts"]["sidecars"][file]["generation"] == verdict
@@ -414,7 +415,7 @@ def test_c07_a_draft_shard_in_the_folder_changes_nothing_of_the_trunk(index: boo
     source = tiny.save(tmp_path / "source", trunk, made.config, index=index)
     alone = inspect(source)
     draft = shifted(head_of(made.raw), by, is_head_gain)
-    tiny.save_file(draft, source / "draft-mtp.safetensors")
+    save_file(draft, source / "draft-mtp.safetensors")
     beside = inspect(source)
     assert beside.code == alone.code == 0
     told = "generation", "reasons", "by", "shift", "gains_hold"
