@@ -193,7 +193,9 @@ def read_checkpoint(source: Source, *, ignore_index: bool = False) -> Checkpoint
 
 def read_header(source: Source, file: str) -> Header:
     """The parsed header of one file. Raises HeaderError where it is not strictly valid."""
-    n_file = source.listing[file]
+    n_file = source.listing.get(file)
+    if n_file is None:
+        raise SourceError(f"{source.label}/{file}: is not there any more")
     (prefix,) = source.read(file, [(0, min(n_file, LENGTH_BYTES))])
     n_header = parse_length(file, prefix, n_file)
     (raw,) = source.read(file, [(LENGTH_BYTES, LENGTH_BYTES + n_header)])

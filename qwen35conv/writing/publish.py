@@ -64,8 +64,10 @@ class Partial:
 
 
 @contextmanager
-def publishing(target: Path, *, key: str, overwrite: bool) -> Iterator[Partial]:
+def publishing(target: Path, *, key: str, overwrite: bool, settled: bool = True) -> Iterator[Partial]:
     """The folder to write into; `target` appears when the block ends well. `key` names source, options and version.
+
+    A folder that belongs to another is not `settled`: it keeps its journal until `settle` is told of both.
 
     On any error there is no `target`, and whole shards wait for the next run with the same key. Raises DestinationError
     where `target` exists (unless `overwrite`), can't be written, or is being written by another process.
@@ -85,7 +87,9 @@ def publishing(target: Path, *, key: str, overwrite: bool) -> Iterator[Partial]:
         yield Partial(folder, journal)
         with _writing(target):
             _refuse_existing(target, overwrite)
-            _publish(folder, target, journal)
+            old = _publish(folder, target, journal)
+            if settled:
+                _clean(target, old)
     except BaseException:
         _abandon(folder, journal)
         raise
@@ -107,7 +111,32 @@ def check_destination(source_folder: Path, target: Path) -> None:
             raise DestinationError(f"{target}: the destination holds the source", hint="choose a folder beside it")
 
 
-def _publish(folder: Path, target: Path, journal: Journal) -> None:
+def settle(target: Path, beside: Path) -> None:
+    """Bring a folder that belongs to `target` in line with it: both are published, or neither is.
+
+    Whoever was killed after `beside` had its name and before `target` had, finds `beside` unfinished again. Raises
+    DestinationError where it can't be moved, or is being written by another process.
+    """
+    target, beside = _resolved(target), _resolved(beside)
+    with _writing(beside):
+        if not (beside / JOURNAL).is_file():
+            return
+        folder = beside.with_name(beside.name + ".partial")
+        if not (target.with_name(target.name + ".partial") / JOURNAL).is_file():
+            _clean_published(beside)
+        elif not os.path.lexists(folder):
+            journal = open_journal(beside)
+            if journal is not None:
+                try:
+                    if journal.key:
+                        beside.rename(folder)
+                        _put_back(beside, journal)
+                finally:
+                    journal.close()
+
+
+def _publish(folder: Path, target: Path, journal: Journal) -> Path | None:
+    """Give the folder its name; the old folder that it replaces, under another."""
     for root, _, files in os.walk(folder):
         for path in (*(Path(root, file) for file in files), Path(root)):
             _flush(path)
@@ -123,7 +152,7 @@ def _publish(folder: Path, target: Path, journal: Journal) -> None:
             old.rename(target)
         raise
     _flush(target.parent)
-    _clean(target, old)
+    return old
 
 
 def _clean(target: Path, old: Path | None) -> None:
