@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from qwen35conv.errors import Qwen35ConvError, SourceError
+from qwen35conv.errors import CheckpointError, Qwen35ConvError, SourceError
 from qwen35conv.facts.checkpoint import (
     CONFIG,
     INDEX,
@@ -39,7 +39,9 @@ from qwen35conv.facts.layout import Place, Region, Role, parse_name
 from qwen35conv.generation.convention import Gain
 
 _MAX_DEPTH = 3  # of subfolders that are looked into for strays
-_MAX_JSON = 200_000_000  # bytes: an index of a million tensors is well below
+_MAX_JSON = 40_000_000  # bytes: an index of 190,000 tensors is well below
+_MAX_TENSORS = 400_000  # in all files
+_MAX_VALUES = 64_000_000  # bytes of gains and decay parameters, which are read whole; published models have 3 MB
 _BLOCK = 1 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -159,7 +161,13 @@ def read_checkpoint(source: Source, *, ignore_index: bool = False) -> Checkpoint
         raise SourceError(f"{source.label}: no {CONFIG} beside the shards", hint="fetch it from the model's repository")
     config = parse_config(f"{source.label}/{CONFIG}", _read_json(source, CONFIG))
     identities = {file: source.identity(file) for file in chosen.files}
-    shards = [Shard(file, read_header(source, file)) for file in chosen.files]
+    shards: list[Shard] = []
+    for file in chosen.files:
+        shards.append(Shard(file, read_header(source, file)))
+        if sum(len(shard.header.tensors) for shard in shards) > _MAX_TENSORS:
+            raise SourceError(
+                f"{source.label}: more than {_MAX_TENSORS} tensors", hint="this is no model of the family"
+            )
     strays = list(chosen.strays)
     if weight_map is None and len(shards) > 1:
         heads = [shard.file for shard in shards if _is_draft_head(shard.header)]
@@ -257,7 +265,7 @@ def _read_exactly(descriptor: int, path: Path, n_bytes: int) -> bytes:
 def _read_json(source: Source, file: str) -> bytes:
     n_bytes = source.listing[file]
     if n_bytes > _MAX_JSON:
-        raise SourceError(f"{file}: {n_bytes} bytes: too large for what it should be")
+        raise SourceError(f"{file}: {n_bytes} bytes: too large for what it should be", hint="this is no model's file")
     return source.read(file, [(0, n_bytes)])[0]
 
 
@@ -319,6 +327,7 @@ def _read_values(
     for tensor in tensors:
         if is_value(tensor):
             by_file.setdefault(tensor.file, []).append(tensor)
+    _check_size(by_file.values())
     gains: dict[str, Gain] = {}
     not_finite, without_decay = [], []
     for file, members in by_file.items():
@@ -341,6 +350,17 @@ def _read_values(
     return tuple(gains[t.name] for t in tensors if t.name in gains), tuple(not_finite), findings
 
 
+def _check_size(groups: Iterable[Sequence[SourceTensor]]) -> None:
+    """Raises CheckpointError where the gains are too large to be some, before they are read."""
+    tensors = [tensor for group in groups for tensor in group]
+    if sum(tensor.n_bytes for tensor in tensors) > _MAX_VALUES:
+        largest = max(tensors, key=lambda tensor: tensor.n_bytes)
+        raise CheckpointError(
+            f"{largest.file}: {shown(largest.name)}: {largest.n_bytes} bytes of a gain or decay parameter, not KB",
+            hint="this is no checkpoint of the family, or its names were mixed up",
+        )
+
+
 def _read_sidecars(
     source: Source, strays: Sequence[str], findings: list[Finding]
 ) -> tuple[tuple[Sidecar, ...], list[str]]:
@@ -353,6 +373,7 @@ def _read_sidecars(
             if not members:
                 others.append(file)
                 continue
+            _check_size([members])
             raws = source.read(file, [(tensor.begin, tensor.end) for tensor in members])
         except Qwen35ConvError as error:
             findings.append(Finding("stray-broken", f"a file that takes no part is broken: {error}", Severity.WARNING))

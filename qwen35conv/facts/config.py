@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from qwen35conv.errors import CheckpointError, SourceError
-from qwen35conv.facts.header import LFS_POINTER
+from qwen35conv.facts.header import LFS_POINTER, has_more_values, no_duplicates
 
 DENSE, SPARSE = "qwen3_5", "qwen3_5_moe"
 _FAMILY = {
@@ -24,6 +24,7 @@ _MAX_LAYERS = 4096  # far above any release; a bound for the tables made from it
 _MAX_SIZE = 2**31
 _MAX_NUMBER = 1e300
 _MAX_DEPTH = 50
+_MAX_PAIRS = 300_000  # of an index: whole models have 190,000 tensors
 _WRONG_CONFIG = "config.json is damaged or belongs to another model: fetch the one of this checkpoint"
 
 
@@ -119,9 +120,11 @@ def parse_json(where: str, raw: bytes) -> dict[str, Any]:
             f"{where}: a Git LFS pointer, not the file itself",
             hint="run `git lfs pull` in the repository, or download the file from the Hub",
         )
+    if has_more_values(raw, _MAX_PAIRS, 2 * _MAX_PAIRS):
+        raise SourceError(f"{where}: more than {_MAX_PAIRS} entries", hint="this is no model's file")
     try:
         text = raw.decode("utf-8-sig")
-        document = json.loads(text)
+        document = json.loads(text, object_pairs_hook=no_duplicates)
         if "\\ud" in text.lower():
             json.dumps(document, ensure_ascii=False).encode()  # half a character can't be written again
     except (ValueError, RecursionError) as error:

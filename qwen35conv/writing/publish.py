@@ -114,17 +114,16 @@ def check_destination(source_folder: Path, target: Path) -> None:
 def settle(target: Path, beside: Path) -> None:
     """Bring a folder that belongs to `target` in line with it: both are published, or neither is.
 
-    Whoever was killed after `beside` had its name and before `target` had, finds `beside` unfinished again. Raises
-    DestinationError where it can't be moved, or is being written by another process.
+    After a kill between their two renames `beside` is unfinished again; after both, what was left to tidy up is done.
+    Raises DestinationError where it can't be moved, or is being written by another process.
     """
     target, beside = _resolved(target), _resolved(beside)
     with _writing(beside):
-        if not (beside / JOURNAL).is_file():
-            return
         folder = beside.with_name(beside.name + ".partial")
         if not (target.with_name(target.name + ".partial") / JOURNAL).is_file():
             _clean_published(beside)
-        elif not os.path.lexists(folder):
+            _clean_published(target)
+        elif (beside / JOURNAL).is_file() and not os.path.lexists(folder):
             journal = open_journal(beside)
             if journal is not None:
                 try:

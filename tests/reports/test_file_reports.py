@@ -229,13 +229,13 @@ def test_l02_a_pointer_in_place_of_a_side_file_is_recognised_too(file: str, sour
     refused(convert(source, tmp_path / "out"), 3, file, "Git LFS pointer", "git lfs pull")
 
 
-@pytest.mark.parametrize("n_header", [100_000_001, 126_000_000, 2**40, 2**64 - 1])
+@pytest.mark.parametrize("n_header", [32_000_001, 100_000_001, 126_000_000, 2**40, 2**64 - 1])
 def test_l04_a_header_over_the_limit_is_refused_with_the_limit(n_header: int, source: Path) -> None:
     file = shards(source)[1]
     with file.open("wb") as opened:
         opened.write(n_header.to_bytes(8, "little"))
         opened.truncate(min(n_header, 126_000_000) + 64)  # a sparse file
-    refused(inspect(source), 3, file.name, str(n_header), "limit of 100000000")
+    refused(inspect(source), 3, file.name, str(n_header), "limit of 32000000")
 
 
 def rewritten(file: Path, change: Callable[[str], str]) -> None:
