@@ -260,6 +260,7 @@ def verify(
 
 def main() -> None:
     """Run the command line."""
+    _open_streams()
     signal.signal(signal.SIGTERM, _stop_at)
     signal.signal(signal.SIGINT, _stop_at)
     try:
@@ -270,6 +271,17 @@ def main() -> None:
         # Whoever read our output has gone; Python would complain once more when it closes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+
+
+def _open_streams() -> None:
+    """Open what was closed before we began: else the first file that is opened would get what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 class _StoppedError(BaseException):

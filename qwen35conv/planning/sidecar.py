@@ -114,7 +114,8 @@ def build_index(shards: Sequence[PlanShard]) -> dict[str, Any]:
 
 def build_json(document: Mapping[str, Any]) -> bytes:
     """JSON as it is written to disk."""
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    return text.encode(errors="surrogateescape")  # names of files, where Python reads them by another encoding
 
 
 def side_files(checkpoint: Checkpoint) -> SideFiles:

@@ -6,6 +6,7 @@ new one stands; the journal says so, and the next run puts right what a crash le
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from qwen35conv.errors import DestinationError
 from qwen35conv.facts.header import shown
 from qwen35conv.writing.journal import JOURNAL, Finished, Journal, destination_error, open_journal
 
+_NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)  # from network file systems that flush no folders
 _OURS = re.compile(r"(model|mtp)-\d{5,}-of-\d{5,}\.safetensors|\..+\.writing")
 
 
@@ -43,7 +45,7 @@ class Partial:
 
     def finish(self, shard: Finished) -> None:
         """Give a shard, whole and flushed under its temporary name, its own name, and note it."""
-        self.temporary(shard.file).rename(self.folder / shard.file)
+        _rename(self.temporary(shard.file), self.folder / shard.file)
         self._journal.finish(shard)
 
     def write_file(self, file: str, content: bytes | Iterable[bytes]) -> None:
@@ -145,7 +147,7 @@ def _publish(folder: Path, target: Path, journal: Journal) -> Path | None:
         journal.move_aside(old.name)
         target.rename(old)
     try:
-        folder.rename(target)
+        _rename(folder, target)
     except OSError:
         if old is not None:
             old.rename(target)
@@ -255,15 +257,35 @@ def _refuse_existing(target: Path, overwrite: bool) -> None:
             f"{target}: is no checkpoint and is not replaced: it holds {shown(names[0])}",
             hint="remove it yourself, or choose another destination",
         )
-    for kept in (Path.cwd(), Path.home()):
+    for kept in _never_replaced():
         if _is_within(kept, target):
             raise DestinationError(f"{target}: holds {kept} and is not replaced", hint="choose another destination")
+
+
+def _never_replaced() -> Iterator[Path]:
+    """The current folder and the user's own, where there are any."""
+    for find in (Path.cwd, Path.home):
+        with suppress(OSError, RuntimeError):
+            yield find()
+
+
+def _rename(old: Path, new: Path) -> None:
+    """Rename, and believe what is there: over a network the answer may be lost, and the second try find nothing."""
+    before = old.stat()
+    try:
+        old.rename(new)
+    except FileNotFoundError:
+        if os.path.lexists(old) or not os.path.lexists(new) or not os.path.samestat(before, new.stat()):
+            raise
 
 
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDERS or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 
