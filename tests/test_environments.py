@@ -111,10 +111,17 @@ def open_place() -> Iterator[Path]:
         shutil.rmtree(place)
 
 
+def readable(folder: Path) -> Path:
+    """The folder, its files for everyone to read."""
+    for path in folder.iterdir():
+        path.chmod(0o644)
+    return folder
+
+
 def as_nobody(*arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
     if os.geteuid():
         pytest.skip("only root may become another user")
-    who = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    who: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     try:
         probe = subprocess.run(
             [sys.executable, "-c", "import qwen35conv.convert"], capture_output=True, check=False,
@@ -129,7 +136,7 @@ def as_nobody(*arguments: object, **how: Any) -> subprocess.CompletedProcess[str
 
 @pytest.mark.parametrize("home", ["/", "/nonexistent", None])
 def test_a_user_without_rights_or_a_home_can_do_all(home: str | None, made: tiny.Made, open_place: Path) -> None:
-    source = tiny.save(open_place / "source", made.raw, made.config)
+    source = readable(tiny.save(open_place / "source", made.raw, made.config))
     (open_place / "theirs").mkdir()
     (open_place / "theirs").chmod(0o777)
     environment = {"XDG_CACHE_HOME": "/nonexistent"} | ({} if home is None else {"HOME": home})
@@ -145,7 +152,7 @@ def test_a_user_without_rights_or_a_home_can_do_all(home: str | None, made: tiny
 
 
 def test_what_a_user_may_not_read_or_write_is_a_clear_error(made: tiny.Made, open_place: Path) -> None:
-    source = tiny.save(open_place / "source", made.raw, made.config)
+    source = readable(tiny.save(open_place / "source", made.raw, made.config))
     run = as_nobody("convert", source, open_place / "out")
     assert run.returncode == 4
     assert "Permission denied" in run.stderr
