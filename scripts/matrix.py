@@ -1,6 +1,7 @@
 """Run the quick tests under every Python from 3.10 to 3.14 that this machine has, each in an environment of its own.
 
-    python scripts/matrix.py                 # or with arguments for pytest: python scripts/matrix.py tests/test_cli.py
+    python scripts/matrix.py
+    python scripts/matrix.py 3.10 3.13 tests/test_cli.py    # some versions, and arguments for pytest
 
 Environments are made in build/matrix from locks/dev.txt and kept. A version that is not here is said to be absent: the
 exit code speaks only of those that are.
@@ -38,7 +39,7 @@ def environment(version: str, python: str) -> Path:
     folder = ROOT / "build" / "matrix" / version
     ours = folder / "bin" / "python"
     subprocess.run([python, "-m", "venv", folder], check=True)
-    pip = [ours, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip: list[str | Path] = [ours, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--require-hashes", "--requirement", ROOT / "locks" / "dev.txt"], check=True)
     subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--editable", ROOT], check=True)
     return ours
@@ -47,7 +48,9 @@ def environment(version: str, python: str) -> Path:
 def main(arguments: list[str]) -> int:
     """0 where every version that is here passes."""
     results = {}
-    for version in VERSIONS:
+    wanted = [argument for argument in arguments if argument in VERSIONS]
+    arguments = [argument for argument in arguments if argument not in VERSIONS]
+    for version in wanted or VERSIONS:
         python = find(version)
         if python is None:
             results[version] = "absent"
