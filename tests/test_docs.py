@@ -80,11 +80,9 @@ def test_every_promise_names_tests_that_exist() -> None:
     section = readme.split("## What is promised", 1)[1].split("\n## ", 1)[0]
     named = re.findall(r"`(test_\w+)`", section)
     assert len(named) > 20
-    defined = {
-        name
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
-    }
+    root = README.parent
+    texts = [path.read_text(encoding="utf-8") for path in (root / "tests").rglob("test_*.py")]
+    defined = {name for text in texts for name in re.findall(r"^def (test_\w+)", text, re.M)}
     assert set(named) <= defined, set(named) - defined
     for path in re.findall(r"`((?:tests/|scripts/)?[\w/]+(?:\.py|/))`", section):
         assert any((root / folder / path).exists() for folder in ("", "tests")), path
