@@ -30,7 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 
 
 class MtpChoice(str, Enum):
@@ -289,8 +289,9 @@ class _StoppedError(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.what = "terminated" if number == signal.SIGTERM else "interrupted"
-        self.exit_code = 128 + number
+        self.what, self.exit_code = (
+            ("terminated", TERMINATED) if number == signal.SIGTERM else ("interrupted", INTERRUPTED)
+        )
 
 
 def _stop_at(number: int, frame: FrameType | None) -> None:
