@@ -442,32 +442,54 @@ def batch(
 
 def main() -> None:
     """Run the command line."""
-    signal.signal(signal.SIGTERM, _terminate)
+    _open_streams()
+    signal.signal(signal.SIGTERM, _stop_at)
+    signal.signal(signal.SIGINT, _stop_at)
     try:
         app()
+    except _StoppedError as stopped:  # before a command began
+        raise SystemExit(stopped.exit_code) from None
     except BrokenPipeError:
         # Whoever read our output has gone; Python would complain once more when it closes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
 
 
-class _Terminated(BaseException):
-    """SIGTERM: unwinds like an interrupt, so that what is finished is kept."""
+def _open_streams() -> None:
+    """Open what was closed before we began: else the first file that is opened would get what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise _Terminated
+class _StoppedError(BaseException):
+    """SIGINT or SIGTERM: unwinds like an interrupt, so that what is finished is kept; typer lets it pass."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.what, self.exit_code = (
+            ("terminated", TERMINATED) if number == signal.SIGTERM else ("interrupted", INTERRUPTED)
+        )
+
+
+def _stop_at(number: int, frame: FrameType | None) -> None:
+    raise _StoppedError(number)
 
 
 @contextmanager
 def _reporting(command: str, as_json: bool, debug: bool) -> Iterator[None]:
     """Turn what goes wrong in a command into two lines and an exit code."""
     try:
+        _import_report()
         yield
     except KeyboardInterrupt:
         _stop("interrupted", INTERRUPTED, command, as_json)
-    except _Terminated:
-        _stop("terminated", TERMINATED, command, as_json)
+    except _StoppedError as stopped:
+        _stop(stopped.what, stopped.exit_code, command, as_json)
     except Qwen35ConvError as error:
         _fail(error, command, as_json, debug)
     except (BrokenPipeError, typer.Exit, typer.BadParameter):
@@ -476,6 +498,16 @@ def _reporting(command: str, as_json: bool, debug: bool) -> Iterator[None]:
         where = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         unexpected = Qwen35ConvError(f"unexpected: {where}", hint="--debug shows where; please report it")
         _fail(unexpected, command, as_json, debug)
+
+
+def _import_report() -> None:
+    """Import what says how a command ended, undisturbed: NumPy, once interrupted, can't be imported again."""
+    late = {signal.SIGINT, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, late)
+    try:
+        from qwen35conv import report  # noqa: F401
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _fail(error: Qwen35ConvError, command: str, as_json: bool, debug: bool) -> None:

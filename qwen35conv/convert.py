@@ -8,8 +8,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -51,6 +51,7 @@ from qwen35conv.writing.writer import (
     Written,
     check_destination,
     publishing,
+    settle,
     write_shards,
 )
 
@@ -234,6 +235,8 @@ def carry_out(
     means = means or Means()
     begun = time.monotonic()
     plan, destination, aside = preparation.plan, preparation.destination, preparation.sidecar
+    if aside is not None:
+        settle(destination, aside)
     for target in (destination, aside):
         if target is not None:
             check_target(source, target, overwrite=overwrite)
@@ -242,8 +245,14 @@ def carry_out(
     if check:  # its libraries take as long to load as half a gigabyte to copy, and the writers leave a processor idle
         threading.Thread(target=import_module, args=("qwen35conv.verify",), daemon=True).start()
     with ExitStack() as stack:
+        if aside is not None:
+            stack.callback(settle, destination, aside)
         partial = stack.enter_context(publishing(destination, key=key, overwrite=overwrite))
-        beside = stack.enter_context(publishing(aside, key=key, overwrite=overwrite)) if aside is not None else None
+        beside = (
+            stack.enter_context(publishing(aside, key=key, overwrite=overwrite, settled=False))
+            if aside is not None
+            else None
+        )
         _check_space(preparation, [partial] if beside is None else [partial, beside])
         written = means.write_shards(
             plan.shards, source, partial, jobs=preparation.jobs, checksum=checksum, on_bytes=on_bytes
@@ -295,7 +304,8 @@ def prove(source: Source, plan: Plan, shards: Sequence[PlanShard], folder: Path)
     planned = {write.name: (shard.file, write) for shard in shards for write in shard.writes}
     found: dict[str, tuple[str, int, TensorInfo]] = {}
     for shard in shards:
-        header = read_header(result, shard.file)
+        with _reading_back(folder):
+            header = read_header(result, shard.file)
         found |= {tensor.name: (shard.file, header.data_begin, tensor) for tensor in header.tensors}
     wrong = sorted(found.keys() ^ planned.keys())
     n_gains = 0
@@ -303,7 +313,8 @@ def prove(source: Source, plan: Plan, shards: Sequence[PlanShard], folder: Path)
         (file, data_begin, tensor), (wanted_file, write) = found[name], planned[name]
         right = (file, tensor.dtype, tensor.shape) == (wanted_file, write.dtype, write.shape)
         if right and is_computed_gain(write):
-            (stored,) = result.read(file, [(data_begin + tensor.begin, data_begin + tensor.end)])
+            with _reading_back(folder):
+                (stored,) = result.read(file, [(data_begin + tensor.begin, data_begin + tensor.end)])
             right = stored == fixed(write, _joined(source, write))
             n_gains += 1
         if not right:
@@ -315,10 +326,22 @@ def prove(source: Source, plan: Plan, shards: Sequence[PlanShard], folder: Path)
     return len(shards), len(found), n_gains
 
 
+@contextmanager
+def _reading_back(folder: Path) -> Iterator[None]:
+    """What can't be read here has just been written: the destination is at fault, not the source."""
+    try:
+        yield
+    except SourceError as error:
+        hint = "its disk may be failing, or someone removed it; run the same command again"
+        raise DestinationError(f"{folder}: what was written can't be read again: {error}", hint=hint) from error
+
+
 def _check_again(plan: Plan, result: LocalSource) -> None:
     """Raises DestinationError where the result's own plan, made from its config.json, is not empty."""
     options = Options(assume=Generation.CANONICAL, keep_vision=plan.options.keep_vision, mtp=plan.options.mtp)
-    if not make_plan(read_checkpoint(result), options).is_identity:
+    with _reading_back(result.folder):
+        again = read_checkpoint(result)
+    if not make_plan(again, options).is_identity:
         raise DestinationError(f"{result.label}: converting the result again would change it")
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from qwen35conv.errors import Qwen35ConvError, SourceError
+from qwen35conv.errors import CheckpointError, Qwen35ConvError, SourceError
 from qwen35conv.facts.checkpoint import (
     CONFIG,
     INDEX,
@@ -44,8 +44,12 @@ if TYPE_CHECKING:
     from qwen35conv.hub.source import HubSource
 
 _MAX_DEPTH = 3  # of subfolders that are looked into for strays
-_MAX_JSON = 200_000_000  # bytes: an index of a million tensors is well below
+_MAX_JSON = 40_000_000  # bytes: an index of 190,000 tensors is well below
+_MAX_TENSORS = 400_000  # in all files
+_MAX_HEADERS = 64_000_000  # bytes, of all files: they are read before one is parsed
+_MAX_VALUES = 64_000_000  # bytes of gains and decay parameters, which are read whole; published models have 3 MB
 _BLOCK = 1 << 20
+_NO_MODEL = "this is no model of the family"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 _SAMPLES = 16  # places where a sampled comparison looks
@@ -261,7 +265,9 @@ def read_checkpoint(
 
 def read_header(source: Source, file: str) -> Header:
     """The parsed header of one file. Raises HeaderError where it is not strictly valid."""
-    n_file = source.listing[file]
+    n_file = source.listing.get(file)
+    if n_file is None:
+        raise SourceError(f"{source.label}/{file}: is not there any more")
     (prefix,) = source.read(file, [(0, min(n_file, LENGTH_BYTES))])
     n_header = parse_length(file, prefix, n_file)
     (raw,) = source.read(file, [(LENGTH_BYTES, LENGTH_BYTES + n_header)])
@@ -273,8 +279,17 @@ def _read_headers(source: Source, files: Sequence[str], on_file: Callable[[str],
     listing = source.listing
     prefixes = source.read_many({file: [(0, min(listing[file], LENGTH_BYTES))] for file in files})
     lengths = {file: parse_length(file, prefixes[file][0], listing[file]) for file in files}
+    if sum(lengths.values()) > _MAX_HEADERS:
+        raise SourceError(f"{source.label}: headers of more than {_MAX_HEADERS} bytes", hint=_NO_MODEL)
     raws = source.read_many({file: [(LENGTH_BYTES, LENGTH_BYTES + n)] for file, n in lengths.items()}, on_file)
-    return {file: parse_header(file, raws[file][0], listing[file]) for file in files}
+    headers: dict[str, Header] = {}
+    n_tensors = 0
+    for file in files:
+        headers[file] = parse_header(file, raws.pop(file)[0], listing[file])
+        n_tensors += len(headers[file].tensors)
+        if n_tensors > _MAX_TENSORS:
+            raise SourceError(f"{source.label}: more than {_MAX_TENSORS} tensors", hint=_NO_MODEL)
+    return headers
 
 
 def _counting(what: str, total: int, on_progress: OnProgress | None) -> Callable[[str], None]:
@@ -345,7 +360,7 @@ def _read_exactly(descriptor: int, path: Path, n_bytes: int) -> bytes:
 def _read_json(source: Source, file: str) -> bytes:
     n_bytes = source.listing[file]
     if n_bytes > _MAX_JSON:
-        raise SourceError(f"{file}: {n_bytes} bytes: too large for what it should be")
+        raise SourceError(f"{file}: {n_bytes} bytes: too large for what it should be", hint="this is no model's file")
     return source.read(file, [(0, n_bytes)])[0]
 
 
@@ -430,6 +445,7 @@ def _read_values(
     for tensor in tensors:
         if is_value(tensor):
             by_file.setdefault(tensor.file, []).append(tensor)
+    _check_size(by_file.values())
     gains: dict[str, Gain] = {}
     not_finite, without_decay = [], []
     wanted = {file: [(t.begin, t.end) for t in members] for file, members in by_file.items()}
@@ -454,6 +470,17 @@ def _read_values(
     return tuple(gains[t.name] for t in tensors if t.name in gains), tuple(not_finite), findings
 
 
+def _check_size(groups: Iterable[Sequence[SourceTensor]]) -> None:
+    """Raises CheckpointError where the gains are too large to be some, before they are read."""
+    tensors = [tensor for group in groups for tensor in group]
+    if sum(tensor.n_bytes for tensor in tensors) > _MAX_VALUES:
+        largest = max(tensors, key=lambda tensor: tensor.n_bytes)
+        raise CheckpointError(
+            f"{largest.file}: {shown(largest.name)}: {largest.n_bytes} bytes of a gain or decay parameter, not KB",
+            hint="this is no checkpoint of the family, or its names were mixed up",
+        )
+
+
 def _read_sidecars(
     source: Source, strays: Sequence[str], findings: list[Finding]
 ) -> tuple[tuple[Sidecar, ...], list[str]]:
@@ -466,6 +493,7 @@ def _read_sidecars(
             if not members:
                 others.append(file)
                 continue
+            _check_size([members])
             raws = source.read(file, [(tensor.begin, tensor.end) for tensor in members])
         except Qwen35ConvError as error:
             findings.append(Finding("stray-broken", f"a file that takes no part is broken: {error}", Severity.WARNING))
@@ -481,11 +509,11 @@ def _read_sidecars(
 
 
 def _sidecar_tensors(file: str, header: Header) -> Iterator[SourceTensor]:
-    """The draft head's tensors of a file; in a file named after it they may lack the `mtp.` prefix."""
-    for info in header.tensors:
-        place: Place | None = parse_name(info.name)
-        if (place is None or place.role is None) and "mtp" in file.lower():
-            place = parse_name(f"mtp.{info.name}")
+    """The draft head's tensors of a file; in a file named after it they may all lack the `mtp.` prefix."""
+    places: list[Place | None] = [parse_name(info.name) for info in header.tensors]
+    if "mtp" in file.lower() and not any(place and place.region is Region.MTP for place in places):
+        places = [parse_name(f"mtp.{info.name}") for info in header.tensors]
+    for info, place in zip(header.tensors, places, strict=True):
         if place is not None and place.region is Region.MTP:
             begin = header.data_begin
             yield SourceTensor(info.name, info.dtype, info.shape, file, begin + info.begin, begin + info.end, place)

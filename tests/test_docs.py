@@ -73,3 +73,16 @@ def test_the_table_of_models_counts_what_the_inventory_counts(name: str) -> None
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     n_written = len(tensors) + (not tied)
     assert cells[1:] == [f"{layers} ({layers - n_full} + {n_full})", str(n_written), str(n_gains)]
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    readme = README.read_text(encoding="utf-8")
+    section = readme.split("## What is promised", 1)[1].split("\n## ", 1)[0]
+    named = re.findall(r"`(test_\w+)`", section)
+    assert len(named) > 20
+    root = README.parent
+    texts = [path.read_text(encoding="utf-8") for path in (root / "tests").rglob("test_*.py")]
+    defined = {name for text in texts for name in re.findall(r"^def (test_\w+)", text, re.M)}
+    assert set(named) <= defined, set(named) - defined
+    for path in re.findall(r"`((?:tests/|scripts/)?[\w/]+(?:\.py|/))`", section):
+        assert any((root / folder / path).exists() for folder in ("", "tests")), path

@@ -45,7 +45,7 @@ WRONG = {
     "shorter than its length": (b"\1\0\0", "truncated"),
     "a Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 5\n", "Git LFS pointer"),
     "header past the file": (struct.pack("<Q", 90) + b"{}", "truncated: header of 90 bytes"),
-    "header over 100 MB": (struct.pack("<Q", 100_000_001) + b"{}", "over the limit"),
+    "header over 32 MB": (struct.pack("<Q", 32_000_001) + b"{}", "over the limit"),
     "header of astronomic length": (struct.pack("<Q", 2**64 - 1) + b"{}", "over the limit"),
     "invalid JSON": (file_of(b'{"a": '), "not valid JSON"),
     "invalid UTF-8": (file_of(b'{"\xff": 1}'), "not UTF-8"),

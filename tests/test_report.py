@@ -237,8 +237,10 @@ def test_an_error_is_two_lines_on_stderr_and_with_json_a_document_on_stdout(
         "exit_code": 3,
     }
     assert captured.err.startswith("error: ")
-    report.show_error(CheckpointError("no hint"))
+    report.show_error(Qwen35ConvError("no hint"))
     assert capsys.readouterr().err == "error: no hint\n"
+    report.show_error(CheckpointError("no hint of its own"))
+    assert capsys.readouterr().err.splitlines()[1].startswith("hint: ")
 
 
 @pytest.mark.parametrize("suffix", [".html", ".svg"])

@@ -328,9 +328,32 @@ def test_a_prompt_goes_through_the_checkpoint_s_tokenizer_and_chat_template(tmp_
     assert dict(found.details)["tokens"] == 4
 
 
-def test_a_chat_template_runs_in_a_sandbox(tmp_path: Path) -> None:
+ATTACKS = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "{{ self._TemplateReference__context.eval_ctx.environment.loader.x }}",
+    "{{ messages.append(1) }}",
+    "{{ lipsum.__globals__['os'].popen('id').read() }}",
+    "{{ ('x' | attr('__class__')).mro() }}",
+    "{% for i in range(10 ** 12) %}x{% endfor %}",
+    "{% for i in range(1000000000) %}x{% endfor %}",
+    "{{ 'x' * 1000000000000 }}",
+    "{{ [0] * 1000000 }}",
+    "{{ 9 ** 9 ** 9 }}",
+    "{{ '%1000000000000d' % 1 }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ raise_exception('no') }}",
+    "{{ 1 / 0 }}",
+    "{{ messages[0].absent.deeper }}",
+    "{% if %}",
+]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_chat_template_runs_in_a_sandbox(attack: str, tmp_path: Path) -> None:
     pytest.importorskip("jinja2", reason="chat templates need jinja2")
-    attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     source = open_source(str(with_tokenizer(raw(tmp_path, make()), chat_template=attack)))
     with pytest.raises(TextError, match="chat template fails"):
         encode(source, read_tokenizer(source), "the mill", chat=True)

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from qwen35conv.errors import CheckpointError, SourceError
-from qwen35conv.facts.header import LFS_POINTER
+from qwen35conv.facts.header import LFS_POINTER, has_more_values, no_duplicates
 
 DENSE, SPARSE = "qwen3_5", "qwen3_5_moe"
 _FAMILY = {
@@ -24,6 +24,8 @@ _MAX_LAYERS = 4096  # far above any release; a bound for the tables made from it
 _MAX_SIZE = 2**31
 _MAX_NUMBER = 1e300
 _MAX_DEPTH = 50
+_MAX_PAIRS = 300_000  # of an index: whole models have 190,000 tensors
+_WRONG_CONFIG = "config.json is damaged or belongs to another model: fetch the one of this checkpoint"
 
 
 class LayerKind(Enum):
@@ -118,9 +120,11 @@ def parse_json(where: str, raw: bytes) -> dict[str, Any]:
             f"{where}: a Git LFS pointer, not the file itself",
             hint="run `git lfs pull` in the repository, or download the file from the Hub",
         )
+    if has_more_values(raw, _MAX_PAIRS, 2 * _MAX_PAIRS):
+        raise SourceError(f"{where}: more than {_MAX_PAIRS} entries", hint="this is no model's file")
     try:
         text = raw.decode("utf-8-sig")
-        document = json.loads(text)
+        document = json.loads(text, object_pairs_hook=no_duplicates)
         if "\\ud" in text.lower():
             json.dumps(document, ensure_ascii=False).encode()  # half a character can't be written again
     except (ValueError, RecursionError) as error:
@@ -157,7 +161,18 @@ def parse_config(where: str, raw: bytes) -> ModelConfig:
     n_heads = read.size("num_attention_heads")
     n_experts = read.size("num_experts", 0, minimum=0)
     if model_type == SPARSE and not n_experts:
-        raise CheckpointError(f"{where}: {model_type} without num_experts")
+        raise CheckpointError(f"{where}: {model_type} without num_experts", hint=_WRONG_CONFIG)
+    n_kv_heads = read.size("num_key_value_heads", n_heads)
+    n_key_heads, n_value_heads = read.size("linear_num_key_heads", 16), read.size("linear_num_value_heads", 32)
+    for many, few, keys in (
+        (n_heads, n_kv_heads, ("num_attention_heads", "num_key_value_heads")),
+        (n_value_heads, n_key_heads, ("linear_num_value_heads", "linear_num_key_heads")),
+    ):
+        if many % few:
+            raise CheckpointError(
+                f"{where}: {keys[0]} {many} does not divide by {keys[1]} {few}: heads are served in equal groups",
+                hint=_WRONG_CONFIG,
+            )
     return ModelConfig(
         model_type=SPARSE if n_experts else DENSE,
         nested=nested,
@@ -166,10 +181,10 @@ def parse_config(where: str, raw: bytes) -> ModelConfig:
         layer_kinds=_layer_kinds(read, n_layers),
         intermediate_size=read.size("intermediate_size", 0, minimum=0),
         n_heads=n_heads,
-        n_kv_heads=read.size("num_key_value_heads", n_heads),
+        n_kv_heads=n_kv_heads,
         head_dim=read.size("head_dim", 256),
-        n_key_heads=read.size("linear_num_key_heads", 16),
-        n_value_heads=read.size("linear_num_value_heads", 32),
+        n_key_heads=n_key_heads,
+        n_value_heads=n_value_heads,
         key_dim=read.size("linear_key_head_dim", 128),
         value_dim=read.size("linear_value_head_dim", 128),
         conv_kernel=read.size("linear_conv_kernel_dim", 4),
@@ -200,7 +215,7 @@ class _Reader:
 
     def fail(self, key: str, wanted: str) -> CheckpointError:
         found = self.entries.get(key)
-        return CheckpointError(f"{self.where}: {key}: expected {wanted}, found {str(found)[:60]!r}")
+        return CheckpointError(f"{self.where}: {key}: expected {wanted}, found {str(found)[:60]!r}", hint=_WRONG_CONFIG)
 
     def size(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_SIZE) -> int:
         value = self.entries.get(key)
@@ -254,7 +269,7 @@ def _layer_kinds(read: _Reader, n_layers: int) -> tuple[LayerKind, ...]:
         raise read.fail("layer_types", f"a list of {' and '.join(known)}")
     if len(kinds) != n_layers:
         raise CheckpointError(
-            f"{read.where}: layer_types has {len(kinds)} entries, num_hidden_layers is {n_layers}",
+            f"{read.where}: layer_types has {len(kinds)} entries, num_hidden_layers is {n_layers}", hint=_WRONG_CONFIG
         )
     return tuple(known[kind] for kind in kinds)
 
@@ -282,7 +297,7 @@ def _tied(where: str, document: Mapping[str, Any], text: Mapping[str, Any]) -> b
         if isinstance(value, bool):
             return value
         if value is not None:
-            raise CheckpointError(f"{where}: tie_word_embeddings: expected true or false, found {str(value)[:60]!r}")
+            raise _Reader(where, level).fail("tie_word_embeddings", "true or false")
     return None
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from qwen35conv.errors import HeaderError
 
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 32_000_000
+MAX_TENSORS = 100_000  # of one file: whole models of one tensor an expert have 62,000
 LENGTH_BYTES = 8
 LFS_POINTER = b"version https://git-lfs"
 _MAX_OFFSET = 2**63 - 1
@@ -185,6 +186,11 @@ def parse_header(where: str, raw: bytes, n_file: int) -> Header:
     return Header(tuple(tensors), metadata, data_begin, n_file)
 
 
+def has_more_values(raw: bytes, n_pairs: int, n_values: int) -> bool:
+    """Whether JSON may hold more pairs or values than that: counted in its bytes, before any of it is made."""
+    return raw.count(b":") > n_pairs or sum(raw.count(mark) for mark in b",[{") > n_values
+
+
 def build_header(tensors: Iterable[TensorInfo], metadata: Mapping[str, str], *, multiple: int = 8) -> bytes:
     """The first bytes of a file, length included: their number is a multiple of `multiple`, padded with spaces.
 
@@ -212,7 +218,8 @@ class _DuplicateKeyError(ValueError):
     """A JSON object that has a key twice."""
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object from its pairs. Raises ValueError for a key that stands in it twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
@@ -223,8 +230,10 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parse_json(where: str, raw: bytes) -> dict[str, Any]:
     damaged = "this is no safetensors file, or it is damaged"
+    if has_more_values(raw, 5 * MAX_TENSORS, 12 * MAX_TENSORS):
+        raise HeaderError(f"{where}: the header holds more than {MAX_TENSORS} tensors", hint="save it in more shards")
     try:
-        document = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        document = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         raise HeaderError(f"{where}: the header is not UTF-8 (byte {error.start})", hint=damaged) from error
     except RecursionError as error:
@@ -259,6 +268,13 @@ def _parse_metadata(where: str, entry: Any) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(entry.items()))
 
 
+def _told(value: Any) -> str:
+    """A value of a header for people; where it is nested only its kind."""
+    some = value[:4] if isinstance(value, list) else value
+    is_flat = not any(isinstance(item, list | dict) for item in (some if isinstance(some, list) else [some]))
+    return shown(str(some)) if is_flat else type(value).__name__
+
+
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MAX_OFFSET
 
@@ -269,12 +285,12 @@ def _parse_tensor(where: str, name: str, entry: Any) -> TensorInfo:
         raise HeaderError(f"{at}: expected dtype, shape and data_offsets")
     dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
-        raise HeaderError(f"{at}: unknown dtype {shown(str(entry['dtype']))!r}")
+        raise HeaderError(f"{at}: unknown dtype {_told(entry['dtype'])!r}")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not isinstance(shape, list) or len(shape) > _MAX_AXES or not all(_is_size(n) for n in shape):
         raise HeaderError(f"{at}: the shape must be a list of sizes from 0 to 2^63 - 1")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n) for n in offsets):
-        raise HeaderError(f"{at}: data_offsets must be two numbers from 0 to 2^63 - 1, found {shown(str(offsets))}")
+        raise HeaderError(f"{at}: data_offsets must be two numbers from 0 to 2^63 - 1, found {_told(offsets)}")
     begin, end = offsets
     wanted = n_bytes_of(dtype, tuple(shape))
     if wanted is None:

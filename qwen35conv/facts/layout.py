@@ -19,7 +19,10 @@ KEPT_MTP_PREFIX = "language_model.mtp."
 SIDECAR_MTP_PREFIX = "mtp."
 
 # Segments that training wrappers leave inside names.
-WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_fp32_params"})
+WRAPPERS = frozenset(
+    {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_fp32_params"}
+)
+_FIRST_WRAPPER = "module"  # of data parallel training; a wrapper only in front
 PARAMETERS = ("weight", "scales", "biases", "bias")
 _OUTER = frozenset({"model", "language_model"})
 
@@ -108,6 +111,8 @@ def parse_name(name: str) -> Place | None:
     """
     parts = name.split(".")
     kept = [part for part in parts if part not in WRAPPERS]
+    if len(kept) > 1 and kept[0] == _FIRST_WRAPPER:
+        del kept[0]
     n_wrappers = len(parts) - len(kept)
     n_outer = next((i for i, part in enumerate(kept) if part not in _OUTER), len(kept))
     outer, inner = kept[:n_outer], kept[n_outer:]

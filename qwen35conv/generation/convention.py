@@ -17,6 +17,7 @@ from qwen35conv.generation.gains import Gain, GainLabel, GainStats, Role, measur
 from qwen35conv.generation.groups import Values
 
 __all__ = [
+    "MARKER_KEYS",
     "ConvLayout",
     "Facts",
     "Gain",
@@ -163,6 +164,7 @@ MARKERS: dict[tuple[str, str], Values] = {
     ("language_norms", "zero-centered-runtime-plus-one"): Values.DELTA,
 }
 _HEAD_MARKERS = ("mtp_norm_encoding", "mtplx_mtp_norm_encoding")  # they speak of the mtp head alone
+MARKER_KEYS = tuple(dict.fromkeys((*(key for key, _ in MARKERS), *_HEAD_MARKERS)))
 _FORMATS = {"mlx": Values.GAMMA, "pt": Values.DELTA}
 
 

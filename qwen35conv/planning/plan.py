@@ -7,7 +7,7 @@ all follow it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -153,6 +153,7 @@ def make_plan(checkpoint: Checkpoint, options: Options | None = None, verdicts: 
     _check_unique(label, writes + heads)
     check_inventory(label, writes, config, tied=tied, modes=modes)
     findings += _findings(checkpoint, verdicts, regions, options)
+    findings += _dtype_findings(writes + heads)
     order = {shard.file: i for i, shard in enumerate(checkpoint.shards)}
     kept, aside = (writes + heads, []) if options.mtp is Mtp.KEEP else (writes, heads)
     return Plan(
@@ -204,7 +205,7 @@ def _is_opaque(tensor: SourceTensor, modes: Mapping[str, ModuleQuantization | No
 
 
 def _check_values(checkpoint: Checkpoint) -> None:
-    bad = [name for name in checkpoint.not_finite if not name.endswith("A_log")]
+    bad = checkpoint.not_finite
     if bad:
         raise CheckpointError(
             f"{checkpoint.label}: NaN or infinity in {len(bad)} gains or decay parameters: {few(bad)}",
@@ -424,12 +425,47 @@ def _findings(
     if rows is not None and rows != config.vocab_size:
         text = f"the embeddings have {rows} rows, vocab_size is {config.vocab_size}; config.json follows the tensor"
         found.append(Finding("vocab-size", text, Severity.WARNING))
-    if any("gguf" in text.lower() for pair in checkpoint.metadata.items() for text in pair):
-        text = "the metadata speaks of GGUF: value heads that came through it may stand in another order"
+    if any("gguf" in text.lower() for text in _told_origins(checkpoint)):
+        text = "metadata or config speaks of GGUF: value heads that came through it may stand in another order"
         found.append(Finding("gguf-origin", text, Severity.WARNING))
     for file, verdict in verdicts.sidecars.items():
         found.append(Finding("mtp-sidecar", f"{file}: a draft head beside the shards, {verdict.generation.value}"))
     if checkpoint.strays:
         n, files = len(checkpoint.strays), few(checkpoint.strays)
         found.append(Finding("stray-files", f"{n} safetensors files take no part: {files}"))
+    return found
+
+
+def _told_origins(checkpoint: Checkpoint) -> Iterator[str]:
+    """What metadata and config say of where the weights came from."""
+    for shard in checkpoint.shards:
+        for pair in shard.header.metadata:
+            yield from pair
+    document = checkpoint.config.document
+    for level in (document, *(document.get(key) for key in ("text_config", "quantization_config"))):
+        if isinstance(level, Mapping):
+            yield from (value for value in level.values() if isinstance(value, str))
+
+
+_FLOATS = (Dtype.BF16, Dtype.F16, Dtype.F32)
+
+
+def _dtype_findings(writes: Sequence[Write]) -> list[Finding]:
+    """Dtypes that are kept as they are, but that a loader may trip over."""
+    found: list[Finding] = []
+    sizes: Counter[Dtype] = Counter()
+    for write in writes:
+        if write.dtype in _FLOATS and not write.name.endswith((".scales", ".biases")):
+            sizes[write.dtype] += write.n_bytes
+    main = sizes.most_common(1)[0][0] if sizes else None
+    odd = [w for w in writes if w.name.endswith(".scales") and w.dtype in _FLOATS and w.dtype is not main]
+    if odd and main is not None:
+        text = f"{len(odd)} scales are {odd[0].dtype.value} in a {main.value} model: some loaders then leave out " \
+               f"what they belong to: {few(write.name for write in odd)}"  # fmt: skip
+        found.append(Finding("scales-dtype", text, Severity.WARNING))
+    decays = Counter(write.dtype for write in writes if write.name.endswith(".A_log"))
+    if decays.keys() - {Dtype.F32}:
+        kinds = ", ".join(f"{dtype.value} in {n} layers" for dtype, n in decays.most_common())
+        text = f"A_log is stored as {kinds}; most releases have F32, which a re-save may have lost; it stays as it is"
+        found.append(Finding("a-log-dtype", text))
     return found

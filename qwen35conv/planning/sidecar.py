@@ -14,6 +14,7 @@ from qwen35conv.facts.checkpoint import CONFIG, INDEX, SUFFIX, Checkpoint, is_pl
 from qwen35conv.facts.config import SPARSE, LayerKind, ModelConfig
 from qwen35conv.facts.header import Dtype, shown
 from qwen35conv.facts.layout import Region, canonical_modules, parse_name
+from qwen35conv.generation.convention import MARKER_KEYS
 from qwen35conv.planning.plan import Mtp, Plan, PlanShard
 
 RECEIPT = "qwen35.json"
@@ -71,6 +72,7 @@ def build_config(plan: Plan) -> dict[str, Any]:
         text["full_attention_interval"] = interval
     top["tie_word_embeddings"] = text["tie_word_embeddings"] = plan.tied
     _write_mtp(top, text, config, plan)
+    _write_convention(top, text)
     if not plan.options.keep_vision:
         for key in _VISION_KEYS:
             top.pop(key, None)
@@ -112,7 +114,8 @@ def build_index(shards: Sequence[PlanShard]) -> dict[str, Any]:
 
 def build_json(document: Mapping[str, Any]) -> bytes:
     """JSON as it is written to disk."""
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    return text.encode(errors="surrogateescape")  # names of files, where Python reads them by another encoding
 
 
 def side_files(checkpoint: Checkpoint) -> SideFiles:
@@ -222,6 +225,15 @@ def _write_mtp(top: dict[str, Any], text: dict[str, Any], config: ModelConfig, p
             if key in level:
                 level[key] = n_layers
     text["mtp_num_hidden_layers"] = n_layers
+
+
+def _write_convention(top: dict[str, Any], text: dict[str, Any]) -> None:
+    """What the gains hold, written down; claims that were made of the source's would now be wrong."""
+    text["norm_convention"] = "gamma"
+    for level in (top, text):
+        for key in MARKER_KEYS:
+            if level is top or key != "norm_convention":
+                level.pop(key, None)
 
 
 def _n_rows(plan: Plan) -> int | None:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from qwen35conv.facts.checkpoint import Checkpoint
 from qwen35conv.facts.layout import Region, Role
-from qwen35conv.generation.convention import ConvLayout, Facts, Naming, Verdict, judge, judge_head
-
-MARKERS = ("norm_convention", "mtp_norm_encoding", "preshifted_norm_weights")
+from qwen35conv.generation.convention import MARKER_KEYS, ConvLayout, Facts, Naming, Verdict, judge, judge_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ def facts_of(checkpoint: Checkpoint) -> Facts:
         markers=tuple(
             (key, str(level[key])[:80])
             for level in levels
-            for key in MARKERS
+            for key in MARKER_KEYS
             if isinstance(level, Mapping) and key in level
         ),
         n_layers=config.n_layers,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from qwen35conv.errors import Qwen35ConvError
+from qwen35conv.errors import DestinationError, Qwen35ConvError
 from qwen35conv.report.documents import error_document
 
 PIPE_COLUMNS = 100  # where no terminal says how wide it is
@@ -46,14 +46,25 @@ def clean(text: str) -> str:
 
 
 def emit(text: str, stream: TextIO) -> None:
-    """Write text, with look-alikes where the stream's encoding lacks a sign."""
+    """Write text, with look-alikes where the stream's encoding lacks a sign.
+
+    Raises DestinationError where standard output takes no more; what standard error does not take is lost.
+    """
     encoding = stream.encoding or "utf-8"
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
         text = text.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding)
-    stream.write(text)
-    stream.flush()
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python would fail once more when it closes it
+        if stream is sys.stdout:
+            text = f"standard output can't be written: {error.strerror or error}"
+            raise DestinationError(text, hint="what was asked for is done; only its report is lost") from error
 
 
 def show_document(document: Mapping[str, Any], *, indent: int | None = 2) -> None:

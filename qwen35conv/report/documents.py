@@ -10,7 +10,7 @@ from qwen35conv.errors import Qwen35ConvError
 from qwen35conv.facts.checkpoint import Checkpoint, Finding, Origin, SourceTensor
 from qwen35conv.facts.config import LayerKind
 from qwen35conv.generation.convention import GainStats, Verdict
-from qwen35conv.generation.loaders import Forecast
+from qwen35conv.generation.loaders import Forecast, stored_gains
 from qwen35conv.inspection import Inspection, dtype_shares, is_named, next_command
 from qwen35conv.planning.pieces import Write
 from qwen35conv.planning.plan import Plan, PlanShard
@@ -268,10 +268,12 @@ def _problem(error: Qwen35ConvError) -> dict[str, Any]:
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
+    holds = stored_gains(verdict.generation)
     return {
         **verdict_document(verdict),
         "converts": verdict.converts,
         "shift": verdict.shift,
+        "gains_hold": None if holds is None else holds.value,
         "gains": [_gain(stats) for stats in verdict.stats],
     }
 

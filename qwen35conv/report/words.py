@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 MEANING = {
     Generation.RAW: "as transformers exports it: gains hold gamma - 1, conv not moved",
-    Generation.CANONICAL: "as MLX computes with it: gains hold gamma, conv moved",
+    Generation.CANONICAL: "already canonical: gains hold gamma, conv moved, as MLX computes",
     Generation.DOUBLE_SHIFTED: "1 was added to the gains twice: they hold gamma + 1",
     Generation.NEVER_SHIFTED: "the conv was moved, the gains were not: they still hold gamma - 1",
     Generation.SHIFTED_RAW: "the gains hold gamma already, the layout is raw",

@@ -14,6 +14,7 @@ from qwen35conv.source import Source
 
 TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _MAX_BYTES = 200_000_000
+_MAX_FACTOR = 1 << 20  # of a product in a chat template
 
 
 class TextError(Qwen35ConvError):
@@ -52,8 +53,18 @@ def _in_template(source: Source, prompt: str) -> str:
     """The prompt as a user's turn in the checkpoint's chat template, which runs in a sandbox."""
     if importlib.util.find_spec("jinja2") is None:
         raise TextError("a chat template needs the jinja2 package", hint="pip install jinja2, or leave --chat out")
-    from jinja2 import TemplateError
+    from jinja2.exceptions import SecurityError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Nothing of Python can be reached, and no product can be made that fills the memory."""
+
+        intercepted_binops = frozenset({"*", "**", "%"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "**" or not all(isinstance(x, int | float) and abs(x) < _MAX_FACTOR for x in (left, right)):
+                raise SecurityError(f"{operator} of anything but small numbers")
+            return super().call_binop(context, operator, left, right)
 
     raw = _read(source, TOKENIZER_CONFIG)
     special: dict[str, Any] = {} if raw is None else parse_json(TOKENIZER_CONFIG, raw)
@@ -63,11 +74,11 @@ def _in_template(source: Source, prompt: str) -> str:
         raise TextError(f"{source.label}: no chat template in it", hint="leave --chat out")
     names = {key: value for key, value in special.items() if key.endswith("_token") and isinstance(value, str)}
     try:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = Sandbox(trim_blocks=True, lstrip_blocks=True)
         return environment.from_string(template).render(
             messages=[{"role": "user", "content": prompt}], add_generation_prompt=True, **names
         )
-    except TemplateError as error:
+    except Exception as error:  # a template may do anything wrong that a program may
         raise TextError(f"{source.label}: its chat template fails: {error}", hint="leave --chat out") from error
 
 

@@ -28,6 +28,8 @@ _HINTS = {
     errno.EROFS: "choose a destination that can be written",
     errno.EACCES: "choose a destination that you may write to, or change its permissions",
     errno.EPERM: "choose a destination that you may write to, or change its permissions",
+    errno.ENAMETOOLONG: "choose a shorter name: .partial is put behind it while it is written",
+    errno.ENOLCK: "files can't be locked there; choose a destination on a local disk",
     errno.EBUSY: "something is mounted there; choose a folder inside it",
 }
 

@@ -6,6 +6,7 @@ new one stands; the journal says so, and the next run puts right what a crash le
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from qwen35conv.errors import DestinationError
 from qwen35conv.facts.header import shown
 from qwen35conv.writing.journal import JOURNAL, Finished, Journal, destination_error, open_journal
 
+_NO_FOLDERS = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)  # from network file systems that flush no folders
 _OURS = re.compile(r"(model|mtp)-\d{5,}-of-\d{5,}\.safetensors|\..+\.writing")
 
 
@@ -56,7 +58,7 @@ class Partial:
 
     def finish(self, shard: Finished) -> None:
         """Give a shard, whole and flushed under its temporary name, its own name, and note it."""
-        self.temporary(shard.file).rename(self.folder / shard.file)
+        _rename(self.temporary(shard.file), self.folder / shard.file)
         self._journal.finish(shard)
 
     def adopt(self, path: Path, shard: Finished) -> None:
@@ -82,8 +84,10 @@ class Partial:
 
 
 @contextmanager
-def publishing(target: Path, *, key: str, overwrite: bool) -> Iterator[Partial]:
+def publishing(target: Path, *, key: str, overwrite: bool, settled: bool = True) -> Iterator[Partial]:
     """The folder to write into; `target` appears when the block ends well. `key` names source, options and version.
+
+    A folder that belongs to another is not `settled`: it keeps its journal until `settle` is told of both.
 
     On any error there is no `target`, and whole shards wait for the next run with the same key. Raises DestinationError
     where `target` exists (unless `overwrite`), can't be written, or is being written by another process.
@@ -103,7 +107,9 @@ def publishing(target: Path, *, key: str, overwrite: bool) -> Iterator[Partial]:
         yield Partial(folder, journal)
         with _writing(target):
             _refuse_existing(target, overwrite)
-            _publish(folder, target, journal)
+            old = _publish(folder, target, journal)
+            if settled:
+                _clean(target, old)
     except BaseException:
         _abandon(folder, journal)
         raise
@@ -125,7 +131,31 @@ def check_destination(source_folder: Path, target: Path) -> None:
             raise DestinationError(f"{target}: the destination holds the source", hint="choose a folder beside it")
 
 
-def _publish(folder: Path, target: Path, journal: Journal) -> None:
+def settle(target: Path, beside: Path) -> None:
+    """Bring a folder that belongs to `target` in line with it: both are published, or neither is.
+
+    After a kill between their two renames `beside` is unfinished again; after both, what was left to tidy up is done.
+    Raises DestinationError where it can't be moved, or is being written by another process.
+    """
+    target, beside = _resolved(target), _resolved(beside)
+    with _writing(beside):
+        folder = beside.with_name(beside.name + ".partial")
+        if not (target.with_name(target.name + ".partial") / JOURNAL).is_file():
+            _clean_published(beside)
+            _clean_published(target)
+        elif (beside / JOURNAL).is_file() and not os.path.lexists(folder):
+            journal = open_journal(beside)
+            if journal is not None:
+                try:
+                    if journal.key:
+                        beside.rename(folder)
+                        _put_back(beside, journal)
+                finally:
+                    journal.close()
+
+
+def _publish(folder: Path, target: Path, journal: Journal) -> Path | None:
+    """Give the folder its name; the old folder that it replaces, under another."""
     for root, _, files in os.walk(folder):
         for path in (*(Path(root, file) for file in files), Path(root)):
             _flush(path)
@@ -135,13 +165,13 @@ def _publish(folder: Path, target: Path, journal: Journal) -> None:
         journal.move_aside(old.name)
         target.rename(old)
     try:
-        folder.rename(target)
+        _rename(folder, target)
     except OSError:
         if old is not None:
             old.rename(target)
         raise
     _flush(target.parent)
-    _clean(target, old)
+    return old
 
 
 def _clean(target: Path, old: Path | None) -> None:
@@ -257,15 +287,35 @@ def _refuse_existing(target: Path, overwrite: bool) -> None:
             f"{target}: is no checkpoint and is not replaced: it holds {shown(names[0])}",
             hint="remove it yourself, or choose another destination",
         )
-    for kept in (Path.cwd(), Path.home()):
+    for kept in _never_replaced():
         if _is_within(kept, target):
             raise DestinationError(f"{target}: holds {kept} and is not replaced", hint="choose another destination")
+
+
+def _never_replaced() -> Iterator[Path]:
+    """The current folder and the user's own, where there are any."""
+    for find in (Path.cwd, Path.home):
+        with suppress(OSError, RuntimeError):
+            yield find()
+
+
+def _rename(old: Path, new: Path) -> None:
+    """Rename, and believe what is there: over a network the answer may be lost, and the second try find nothing."""
+    before = old.stat()
+    try:
+        old.rename(new)
+    except FileNotFoundError:
+        if os.path.lexists(old) or not os.path.lexists(new) or not os.path.samestat(before, new.stat()):
+            raise
 
 
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDERS or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

@@ -22,11 +22,20 @@ from qwen35conv.planning.pieces import Fix, Piece, Write
 from qwen35conv.planning.plan import PlanShard
 from qwen35conv.source import Source
 from qwen35conv.writing.journal import Finished, destination_error
-from qwen35conv.writing.publish import Partial, check_destination, publishing
+from qwen35conv.writing.publish import Partial, check_destination, publishing, settle
 from qwen35conv.writing.steps import METADATA, Step, rows_of, steps_of
 from qwen35conv.writing.transfer import BUFFER_BYTES, ReadFailedError, begin_flush, move, write_all
 
-__all__ = ["BUFFER_BYTES", "METADATA", "Partial", "Written", "check_destination", "publishing", "write_shards"]
+__all__ = [
+    "BUFFER_BYTES",
+    "METADATA",
+    "Partial",
+    "Written",
+    "check_destination",
+    "publishing",
+    "settle",
+    "write_shards",
+]
 
 _NOTED_BYTES = 128 << 20  # of a slow source: how much a kill may cost, and how often the disk is waited for
 _NOTED_SECONDS = 2.0
