@@ -394,6 +394,7 @@ def test_a_signal_ends_in_order_and_the_same_command_resumes(tmp_path: Path, num
     assert process.returncode == code, errors
     assert "Traceback" not in errors
     ends = [json.loads(line) for line in out.splitlines()]
+    assert ends[-1]["exit_code"] == code
     assert {end["job"] for end in ends if end["event"] == "job"} == {"out/a", "out/b"}
     assert len(list(ElementTree.parse(tmp_path / "junit.xml").iter("testcase"))) == 2
     again = qwen35("batch", tmp_path / "jobs.toml")
