@@ -285,7 +285,7 @@ def _read_headers(source: Source, files: Sequence[str], on_file: Callable[[str],
     headers: dict[str, Header] = {}
     n_tensors = 0
     for file in files:
-        headers[file] = parse_header(file, raws.pop(file)[0], listing[file])
+        headers[file] = parse_header(file, raws[file][0], listing[file])
         n_tensors += len(headers[file].tensors)
         if n_tensors > _MAX_TENSORS:
             raise SourceError(f"{source.label}: more than {_MAX_TENSORS} tensors", hint=_NO_MODEL)
