@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
@@ -19,6 +19,7 @@ from qwen35conv.errors import Qwen35ConvError
 from qwen35conv.version import __version__
 
 if TYPE_CHECKING:
+    from qwen35conv.batch.results import Result
     from qwen35conv.generation.convention import Generation
     from qwen35conv.planning.plan import Options
 
@@ -373,7 +374,7 @@ def batch(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Look at all, and show what would be written and what it takes.")
     ] = False,
-    jobs: Annotated[Optional[int], typer.Option("--jobs", min=1, max=64, help="Jobs at once.")] = None,
+    jobs: Annotated[Optional[int], typer.Option("--jobs", min=1, max=64, help="Jobs at once, on this machine.")] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first job that fails.")] = False,
     part: Annotated[
         Optional[str], typer.Option("--slice", metavar="I/N", help="Only part I of N, such as 3/10.")
@@ -396,6 +397,8 @@ def batch(
     """Convert and verify many checkpoints, a few at a time; what is finished is skipped, the rest resumes."""
     if scheduler is not None and local_cluster is not None:
         raise typer.BadParameter("--scheduler and --local-cluster exclude each other")
+    if jobs is not None and (scheduler is not None or local_cluster is not None):
+        raise typer.BadParameter("--jobs is for this machine alone: a cluster has its workers")
     with _reporting("batch", as_json, debug):
         from qwen35conv import report
         from qwen35conv.batch.jobs import read_jobs, take_slice, write_example
@@ -421,6 +424,12 @@ def batch(
         from qwen35conv.batch.runner import Stop, run_jobs, stopping_on_signals
 
         stop = Stop()
+
+        def exit_code(results: Sequence[Result]) -> int:
+            if stop.signal is not None:
+                return TERMINATED if stop.signal == signal.SIGTERM else INTERRUPTED
+            return exit_code_of(results)
+
         with ExitStack() as stack:
             if scheduler is None and local_cluster is None:
                 events = run_jobs(chosen, n_at_once=n_at_once, fail_fast=fail_fast, stop=stop)
@@ -430,14 +439,12 @@ def batch(
                 client = stack.enter_context(connected(scheduler, local_cluster or 1))
                 events = run_on_cluster(chosen, client, fail_fast=fail_fast, stop=stop)
             stack.enter_context(stopping_on_signals(stop))
-            results = report.show_batch(events, [job.name for job in chosen], as_json=as_json)
+            results = report.show_batch(events, [job.name for job in chosen], exit_code, as_json=as_json)
         if junit is not None:
             report.write_junit(results, junit)
         if summary is not None:
             report.write_summary(results, summary)
-        if stop.signal is not None:
-            raise typer.Exit(TERMINATED if stop.signal == signal.SIGTERM else INTERRUPTED)
-        raise typer.Exit(exit_code_of(results))
+        raise typer.Exit(exit_code(results))
 
 
 def main() -> None:

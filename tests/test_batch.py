@@ -107,11 +107,18 @@ CHANGES: dict[str, Any] = {
     "config.json of the result": lambda source, out: rewrite(out / "config.json", "extra", 1),
     "the receipt": lambda source, out: rewrite(out / "qwen35.json", "gain_shift", 0),
     "no receipt": lambda source, out: (out / "qwen35.json").unlink(),
-    "no stamp": lambda source, out: (out / STAMP).unlink(),
+    "no stamp, and a weight of the source": lambda source, out: poke(source, -1, without=out / STAMP),
+    "no stamp, and a weight of the result": lambda source, out: poke(out, -1, without=out / STAMP),
+    "no stamp, and a side file": lambda source, out: (
+        (out / STAMP).unlink(),
+        (out / "generation_config.json").write_text("[]"),
+    ),
 }
 
 
-def poke(source: Path, offset: int) -> None:
+def poke(source: Path, offset: int, without: Path | None = None) -> None:
+    if without is not None:
+        without.unlink()
     path = sorted(source.glob("*.safetensors"))[0]
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
@@ -141,6 +148,18 @@ def test_what_is_no_longer_what_the_job_makes_is_refused_and_replaced_only_when_
     assert states(replaced)["out/b"] is State.FINISHED
     plain = converted(folder / "models" / "a", folder / "plain")
     assert contents(folder / "out" / "a") == contents(plain)
+
+
+def test_what_a_plain_conversion_made_is_compared_once_and_then_finished(folder: Path) -> None:
+    for name in NAMES:
+        converted(folder / "models" / name, folder / "out" / name)
+    before = contents(folder / "out")
+    assert {look.action for look in survey_jobs(jobs_of(folder), n_at_once=1).looks} == {Action.VERIFY}
+    assert set(states(run(jobs_of(folder))).values()) == {State.VERIFIED}
+    assert set(states(run(jobs_of(folder))).values()) == {State.FINISHED}
+    assert contents(folder / "out") == before
+    (folder / "out" / "a" / STAMP).unlink()
+    assert states(run(jobs_of(folder, mtp='"keep"')))["out/a"] is State.FAILED
 
 
 @pytest.mark.parametrize("option", [{"mtp": '"keep"'}, {"keep_vision": "true"}, {"max_shard_size": '"20KB"'}])
@@ -394,6 +413,7 @@ def test_a_signal_ends_in_order_and_the_same_command_resumes(tmp_path: Path, num
     assert process.returncode == code, errors
     assert "Traceback" not in errors
     ends = [json.loads(line) for line in out.splitlines()]
+    assert ends[-1]["exit_code"] == code
     assert {end["job"] for end in ends if end["event"] == "job"} == {"out/a", "out/b"}
     assert len(list(ElementTree.parse(tmp_path / "junit.xml").iter("testcase"))) == 2
     again = qwen35("batch", tmp_path / "jobs.toml")

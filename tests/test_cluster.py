@@ -178,7 +178,7 @@ def test_a_destination_that_someone_is_writing_is_waited_for(tmp_path: Path, cli
 
     results = run(tmp_path, client, on_event=on_event)
     assert results["out/a"].state is State.CONVERTED, results
-    assert len(tries) > 3
+    assert len(tries) >= 3  # the first two found it held
     assert contents(tmp_path / "out" / "a") == contents(converted(tmp_path / "models/a", tmp_path / "plain"))
 
 

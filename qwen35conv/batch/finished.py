@@ -20,7 +20,7 @@ from qwen35conv.convert import Preparation, file_bytes
 from qwen35conv.facts.checkpoint import CONFIG
 from qwen35conv.planning.receipt import ShardRecord, build_receipt
 from qwen35conv.planning.sidecar import RECEIPT, build_json
-from qwen35conv.source import Source
+from qwen35conv.source import LocalSource, Source, read_checkpoint
 
 STAMP = ".batch.json"  # hidden, as no file that is copied from a source is
 _SCHEMA = "qwen35/batch-stamp/1"
@@ -31,22 +31,44 @@ class Standing(Enum):
     """What a destination is to its job."""
 
     NEW = "new"  # nothing is there, or something else
+    UNPROVED = "unproved"  # its receipt is the job's, but nobody noted which files were read: a plain conversion's
     UNVERIFIED = "unverified"  # it is what the job makes, but has not passed what the job asks
     FINISHED = "finished"
 
 
 def standing_of(source: Source, preparation: Preparation, settings: Settings) -> Standing:
     """What the destination of a job is to it. Reads the documents that stand there, and no weights."""
-    stamp = _read(preparation.destination / STAMP)
     receipt = _read(preparation.destination / RECEIPT)
-    if stamp is None or receipt is None or stamp.get("source") != source_digest(source, preparation):
+    if receipt is None or not _is_receipt_of(receipt, preparation, settings) or not _is_whole(preparation):
         return Standing.NEW
-    if not _is_receipt_of(receipt, preparation, settings) or not _is_whole(preparation):
+    stamp = _read(preparation.destination / STAMP)
+    if stamp is None:
+        return Standing.UNPROVED if preparation.sidecar is None else Standing.NEW
+    if stamp.get("source") != source_digest(source, preparation):
         return Standing.NEW
     wanted, passed = verifying_digest(settings), stamp.get("verified")
     if wanted is None or passed == wanted or (wanted == _QUICK and passed is not None):
         return Standing.FINISHED
     return Standing.UNVERIFIED
+
+
+def is_proved(source: Source, preparation: Preparation) -> bool:
+    """Whether a destination holds, byte for byte, what the job would write into it. Reads both whole.
+
+    Raises SourceError where the source can't be read.
+    """
+    from qwen35conv.verify import plan_to_verify
+    from qwen35conv.verify.bytes import check_bytes, plan_of_all
+    from qwen35conv.view import open_view  # MLX: only where it is used
+
+    result = LocalSource(preparation.destination, str(preparation.destination))
+    for file in preparation.files.copied:
+        ranges = [(0, source.listing[file])]
+        if result.listing.get(file) != source.listing[file] or source.read(file, ranges) != result.read(file, ranges):
+            return False
+    checkpoint = read_checkpoint(result)
+    whole = plan_of_all(checkpoint, plan_to_verify(checkpoint))
+    return check_bytes(open_view(source, preparation.plan), open_view(result, whole)).passed is True
 
 
 def build_stamp(source: Source, preparation: Preparation, settings: Settings) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from qwen35conv.batch.finished import STAMP, Standing, build_stamp, renew_stamp, standing_of
+from qwen35conv.batch.finished import STAMP, Standing, build_stamp, is_proved, renew_stamp, standing_of
 from qwen35conv.batch.jobs import Job
 from qwen35conv.batch.results import CheckLine, Entered, Event, Moved, Phase, Result, State
 from qwen35conv.convert import Means, Preparation, ShardWriter, carry_out, check_target, prepare, verify_result
@@ -120,6 +120,12 @@ class _Running:
                 return replace(self.so_far, state=State.FINISHED)
             case Standing.UNVERIFIED:
                 return self._verify(prepared)
+            case Standing.UNPROVED:
+                self._enter(Phase.VERIFY)
+                if is_proved(prepared.source, prepared.preparation):
+                    return self._verify(prepared)
+                check_target(prepared.source, self.job.destination, overwrite=self.job.settings.overwrite)
+                return self._convert(prepared)
             case Standing.NEW:
                 return self._convert(prepared)
 

@@ -6,12 +6,12 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qwen35conv.batch.results import Ended, Entered, Event, Moved, Phase, Result, State, exit_code_of
+from qwen35conv.batch.results import Ended, Entered, Event, Moved, Phase, Result, State
 from qwen35conv.batch.survey import Action, Survey
 from qwen35conv.generation.convention import Generation
 from qwen35conv.report.console import clean, emit, is_plain, n_columns, show_document
@@ -27,8 +27,10 @@ _PER_SECOND = 5
 _SHOWN = 30  # rows of the live table: what does not fit a screen can't be redrawn in place
 
 
-def show_batch(events: Iterable[Event], names: Sequence[str], *, as_json: bool) -> tuple[Result, ...]:
-    """All results in the order of `names`, each event shown as it comes."""
+def show_batch(
+    events: Iterable[Event], names: Sequence[str], exit_code: Callable[[Sequence[Result]], int], *, as_json: bool
+) -> tuple[Result, ...]:
+    """All results in the order of `names`, each event shown as it comes; `exit_code` is what they come to."""
     begun = time.monotonic()
     by_name: dict[str, Result] = {}
     lines = as_json or not sys.stdout.isatty()
@@ -41,7 +43,7 @@ def show_batch(events: Iterable[Event], names: Sequence[str], *, as_json: bool) 
     results = tuple(by_name[name] for name in names)
     seconds = time.monotonic() - begun
     if lines:
-        _emit_line({"event": "end", **_totals(results), "seconds": round(seconds, 3)})
+        _emit_line({"event": "end", **_totals(results), "exit_code": exit_code(results), "seconds": round(seconds, 3)})
     else:
         show_page(lambda page: _build(page, results, seconds), sys.stdout)
     return results
@@ -111,7 +113,6 @@ def _totals(results: Sequence[Result]) -> dict[str, Any]:
         "jobs": len(results),
         "states": {state.value: counts[state] for state in State if counts[state]},
         "n_bytes": sum(result.n_bytes for result in results if result.state is State.CONVERTED),
-        "exit_code": exit_code_of(results),
     }
 
 
