@@ -330,7 +330,7 @@ def verify(
 
 @app.command()
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint's folder or file, raw or converted.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint's folder, file or Hub id, raw or converted.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
     assume_a: Annotated[
         Optional[Assumption], typer.Option("--assume-a", help="Overrule the verdict on A's generation.")
@@ -342,6 +342,12 @@ def diff(
         bool, typer.Option("--repair", help="Take gains that were shifted twice or never as convert would repair them.")
     ] = False,
     ignore_index: IgnoreIndexOpt = False,
+    revision_a: Annotated[
+        Optional[str], typer.Option("--revision-a", metavar="R", help="A's branch, tag or commit on the Hub.")
+    ] = None,
+    revision_b: Annotated[
+        Optional[str], typer.Option("--revision-b", metavar="R", help="B's branch, tag or commit on the Hub.")
+    ] = None,
     as_json: JsonOpt = False,
     debug: DebugOpt = False,
 ) -> None:
@@ -351,7 +357,7 @@ def diff(
         from qwen35conv.comparison import compare, make_pair
         from qwen35conv.source import open_source, read_checkpoint
 
-        first, second = open_source(a), open_source(b)
+        first, second = open_source(a, revision=revision_a), open_source(b, revision=revision_b)
         pair = make_pair(
             (first, read_checkpoint(first, ignore_index=ignore_index)),
             (second, read_checkpoint(second, ignore_index=ignore_index)),

@@ -249,8 +249,8 @@ def commands_of(name: str) -> list[Any]:
 def test_keys_are_the_long_names_of_options_of_convert_and_verify() -> None:
     parameters = [*commands_of("convert"), *commands_of("verify")]
     known = {option.removeprefix("--") for parameter in parameters for option in parameter.opts}
-    assert set(KEYS) - known <= {"destination", "revision"}
-    assert known - set(KEYS) <= {"dry-run", "json", "debug", "help", "checkpoint"}
+    assert set(KEYS) - known <= {"destination"}
+    assert known - set(KEYS) <= {"dry-run", "json", "debug", "help", "checkpoint", "push-to-hub", "private"}
 
 
 def test_the_readme_shows_a_job_file_and_workflows_that_hold(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ class Settings:
     no_verify: bool = False
     ignore_index: bool = False
     revision: str | None = None
+    via_cache: bool = False
 
 
 def make_settings(file: JobFile, entry: Entry, folder: Path) -> tuple[dict[str, Any], Settings]:
@@ -196,5 +197,6 @@ _OTHERS: dict[str, Callable[[Any], Any]] = {
     "no-verify": _flag,
     "ignore-index": _flag,
     "revision": _text,
+    "via-cache": _flag,
 }
 KEYS: dict[str, Callable[[Any], Any]] = {SOURCE: _text, DESTINATION: _text, **_CONVERT, **_OTHERS, **_VERIFY}

@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING
 from qwen35conv.batch.finished import STAMP, Standing, build_stamp, is_proved, renew_stamp, standing_of
 from qwen35conv.batch.jobs import Job
 from qwen35conv.batch.results import CheckLine, Entered, Event, Moved, Phase, Result, State
-from qwen35conv.convert import Means, Preparation, ShardWriter, carry_out, check_target, prepare, verify_result
+from qwen35conv.convert import (
+    Means,
+    Preparation,
+    ShardWriter,
+    carry_out,
+    check_target,
+    download_first,
+    prepare,
+    verify_result,
+)
 from qwen35conv.errors import DestinationError, Qwen35ConvError
 from qwen35conv.planning.plan import Plan, make_plan
 from qwen35conv.planning.verdicts import judge_checkpoint
-from qwen35conv.source import Source, open_source, read_checkpoint
+from qwen35conv.source import LocalSource, open_source, read_checkpoint
 
 if TYPE_CHECKING:
+    from qwen35conv.hub.source import HubSource
     from qwen35conv.verify import Verification, VerifyOptions
 
 
@@ -37,7 +47,7 @@ class Surroundings:
 class Prepared:
     """A job that was looked at: what it would do, and what stands at its destination."""
 
-    source: Source
+    source: LocalSource | HubSource
     preparation: Preparation
     standing: Standing
 
@@ -131,6 +141,9 @@ class _Running:
 
     def _convert(self, prepared: Prepared) -> Result:
         settings, source, preparation = self.job.settings, prepared.source, prepared.preparation
+        if settings.via_cache and not isinstance(source, LocalSource):
+            download_first(source, preparation, progress=False)
+            preparation = prepare(source, prepared.plan, self.job.destination, jobs=settings.jobs)
         self._enter(Phase.WRITE, preparation.n_shard_bytes)
         try:
             outcome = carry_out(
