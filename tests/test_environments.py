@@ -193,7 +193,9 @@ def test_a_current_folder_that_is_gone_is_no_matter(source: Path, tmp_path: Path
 # --- streams and terminals -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed", ["<&- >&- 2>&-", *(pytest.param(c, marks=pytest.mark.slow) for c in (">&-", "2>&-", "<&-", ">&- 2>&-"))]
+)
 def test_closed_streams_lose_the_report_and_nothing_else(
     closed: str, made: tiny.Made, source: Path, tmp_path: Path
 ) -> None:

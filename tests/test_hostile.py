@@ -462,7 +462,9 @@ def screens(source: Path, tmp_path: Path) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("escape", ESCAPES, ids=ascii)
+@pytest.mark.parametrize(
+    "escape", [*ESCAPES[:2], *(pytest.param(e, marks=pytest.mark.slow) for e in ESCAPES[2:])], ids=ascii
+)
 def test_names_that_speak_to_the_terminal_are_shown_escaped_everywhere(escape: str, tmp_path: Path) -> None:
     made = tiny.make()
     config = json.loads(json.dumps(made.config))
