@@ -262,7 +262,7 @@ def test_a_terminal_gets_lines_of_its_width_and_only_what_it_understands(
     assert code == 0
     assert ("\x1b" in said) == (term != "dumb")
     assert "RAW" in said
-    assert max(len(line) for line in ESCAPE.sub("", said).split("\n")) <= columns
+    assert max(len(line) for line in re.split(r"[\r\n]", ESCAPE.sub("", said))) <= columns
     code, said = on_a_terminal(columns, "convert", "s", "out", TERM=term)
     assert code == 0
     assert ("\x1b" in said or "\r" in said) == (term != "dumb")

@@ -14,6 +14,7 @@ from qwen35conv.errors import DestinationError, Qwen35ConvError
 from qwen35conv.report.documents import error_document
 
 PIPE_COLUMNS = 100  # where no terminal says how wide it is
+_PATIENCE = 0.3  # seconds before a bar appears
 _LEAST_COLUMNS = 24
 # For streams that can't carry them: an ASCII look-alike of each sign that the screens use.
 _ASCII = str.maketrans("▁▂▃▄▅▆▇█·→✓✗…", "_.-~=+*#.>+x~")
@@ -111,7 +112,7 @@ def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def steps(title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A function to be told what is done of how many, step after step; a bar for each on a terminal."""
+    """A function to be told what is done of how many, step after step; on a terminal a bar for each that takes long."""
     if is_plain(sys.stderr):
         yield lambda what, done, total: None
         return
@@ -124,7 +125,12 @@ def steps(title: str) -> Iterator[Callable[[str, int, int], None]]:
             for bar in bars.values():
                 bar.close()
             bars[what] = tqdm(
-                total=total, desc=clean(f"{title}: {what}"), file=sys.stderr, leave=False, dynamic_ncols=True
+                total=total,
+                desc=clean(f"{title}: {what}"),
+                file=sys.stderr,
+                leave=False,
+                dynamic_ncols=True,
+                delay=_PATIENCE,
             )
         bars[what].update(done - bars[what].n)
 
