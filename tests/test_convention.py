@@ -405,6 +405,18 @@ def test_a_low_layer_shifted_twice_stops_though_its_means_are_those_of_a_high_on
     assert any("layer 10" in reason for reason in verdict.reasons)
 
 
+@pytest.mark.parametrize("shift", [1, 2])
+def test_a_low_layer_shifted_without_a_grid_stops_in_a_raw_file(rng: np.random.Generator, shift: int) -> None:
+    trunk = trunk_like(rng, "2B")
+    trunk.anchors[20:22] = np.clip(-0.7 + 0.08 * rng.standard_normal(trunk.anchors[20:22].shape), -0.95, None)
+    shifts = np.zeros(len(trunk.anchors), int)
+    assert judged(trunk, shifts, *RAW_FACTS, Storage("F32", "F32", "F16")).generation is Generation.RAW
+    shifts[20:22] = shift
+    verdict = judged(trunk, shifts, *RAW_FACTS, Storage("F32", "F32", "F16"))
+    assert verdict.generation is Generation.MIXED
+    assert any("layer 10" in reason for reason in verdict.reasons)
+
+
 # --- few layers: what a single norm cannot show -----------------------------------------------------------------------
 
 

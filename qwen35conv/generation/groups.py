@@ -15,6 +15,7 @@ from qwen35conv.generation.gains import ANCHORS, MIN_INFORMATIVE, NEGATIVE, NEGA
 
 K = TypeVar("K")
 
+NEARLY = 0.01  # the share off the grid of a sum that was cast more than once; of no sum more than a quarter is
 AGREE = 0.9  # the share of anchors that must carry one label
 GAMMA_RANGE = (0.5, 1.4)  # where the median anchor of a gamma trunk lies (published: 0.78 to 1.03)
 
@@ -71,6 +72,13 @@ def find_parts(anchors: Sequence[GainStats], shifts: Sequence[int | None], main:
     if main == 1 and np.median([a.below_one_share for a in anchors]) >= 0.25:
         lifted = sorted(k for k, v in layers.items() if len(v) > 1 and all(_is_above_one(anchors[i]) for i in v))
         found += [f"layer {k}: all of both norms lies above 1, as a gain shifted twice does" for k in lifted]
+    if main == 0 and np.median([a.negative_share for a in anchors]) >= 0.25:
+        lifted = sorted(
+            k
+            for k, v in layers.items()
+            if len(v) > 1 and all(_is_above_zero(anchors[i], middles[anchors[i].role]) for i in v)
+        )
+        found += [f"layer {k}: all of both norms lies above 0, and far from the others, as gamma does" for k in lifted]
     for role, members in grouped(anchors, lambda a: a.role).items():
         if len(members) > 1 and len(apart.intersection(members)) >= AGREE * len(members):
             found.append(f"every {role.value} looks like {_looks(shifts, members, main)}")
@@ -165,15 +173,21 @@ def _is_above_one(anchor: GainStats) -> bool:
     return 1 < anchor.minimum < anchor.maximum
 
 
+def _is_above_zero(anchor: GainStats, middle: float) -> bool:
+    """Whether a gain, no constant, has no entry of 0 or less, and averages well above the others of its role."""
+    return 0 < anchor.minimum < anchor.maximum and anchor.mean - middle >= 0.25
+
+
 def _sums(anchors: Sequence[GainStats], shifts: Sequence[int | None]) -> list[GainStats]:
-    """Anchors of a raw trunk that lie on the grid of a sum 1 + x with all of many entries, where the others do not."""
+    """Anchors of a raw trunk that lie on the grid of a sum 1 + x with nearly all entries, where the others do not."""
     off = [a.off_grid_share for a, s in zip(anchors, shifts, strict=True) if s == 0]
     if not off or np.median(off) < 0.05:  # a converted file carried back is on the grid throughout
         return []
     return [
         a
         for a in anchors
-        if a.off_grid_share == a.negative_share == 0
+        if a.off_grid_share <= NEARLY
+        and a.negative_share == 0
         and a.n_informative >= 2 * MIN_INFORMATIVE
         and a.minimum < a.maximum
     ]
