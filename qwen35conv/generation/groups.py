@@ -5,7 +5,7 @@ a few anchors cannot prove.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import TypeVar
 
@@ -55,10 +55,16 @@ def find_parts(anchors: Sequence[GainStats], shifts: Sequence[int | None], main:
     files = grouped(anchors, lambda a: a.file)
     middles = middles_by_role(anchors)
     off = {i for i, a in enumerate(anchors) if abs(a.mean - middles[a.role]) >= 0.5}
+    lifted = _lifted(anchors, main, middles)
     for file, members in sorted(files.items()) if len(files) > 1 else ():
-        held = (apart if len(members) > 1 or main == 2 else moved | off).intersection(members)
-        if all(shifts[i] != main for i in members) and len(held) >= len(members) / 2:
+        is_lone = len(members) == 1 and main != 2
+        held = (moved | off if is_lone else apart | lifted).intersection(members)
+        other = [i for i in members if shifts[i] != main or (i in lifted and not is_lone)]
+        n_moved = len(moved.intersection(members))
+        if len(other) == len(members) and len(held) >= len(members) / 2:
             found.append(f"{file}: all {len(members)} of its anchors look like {_looks(shifts, members, main)}")
+        elif n_moved >= max(3, 0.75 * len(members)):
+            found.append(f"{file}: {n_moved} of its {len(members)} anchors look like {_looks(shifts, members, main)}")
     layers = {k: v for k, v in grouped(anchors, lambda a: a.layer).items() if k is not None}
     whole = sorted(k for k, v in layers.items() if len(v) > 1 and all(shifts[i] != main for i in v))
     for run in _runs(whole):
@@ -69,16 +75,10 @@ def find_parts(anchors: Sequence[GainStats], shifts: Sequence[int | None], main:
         if as_one or n_moved >= max(2, len(members) / 2):
             where = f"layers {run[0]} to {run[-1]}" if len(run) > 1 else f"layer {run[0]}"
             found.append(f"{where}: both norms look like {_looks(shifts, members, main)}")
-    if main == 1 and np.median([a.below_one_share for a in anchors]) >= 0.25:
-        lifted = sorted(k for k, v in layers.items() if len(v) > 1 and all(_is_above_one(anchors[i]) for i in v))
-        found += [f"layer {k}: all of both norms lies above 1, as a gain shifted twice does" for k in lifted]
-    if main == 0 and np.median([a.negative_share for a in anchors]) >= 0.25:
-        lifted = sorted(
-            k
-            for k, v in layers.items()
-            if len(v) > 1 and all(_is_above_zero(anchors[i], middles[anchors[i].role]) for i in v)
-        )
-        found += [f"layer {k}: all of both norms lies above 0, and far from the others, as gamma does" for k in lifted]
+    above = "all of both norms lies above 1, as a gain shifted twice does"
+    if main == 0:
+        above = "all of both norms lies above 0, and far from the others, as gamma does"
+    found += [f"layer {k}: {above}" for k, v in sorted(layers.items()) if len(v) > 1 and lifted.issuperset(v)]
     for role, members in grouped(anchors, lambda a: a.role).items():
         if len(members) > 1 and len(apart.intersection(members)) >= AGREE * len(members):
             found.append(f"every {role.value} looks like {_looks(shifts, members, main)}")
@@ -168,14 +168,15 @@ def _moved(anchors: Sequence[GainStats], shifts: Sequence[int | None], main: int
     return found
 
 
-def _is_above_one(anchor: GainStats) -> bool:
-    """Whether a gain, no constant, has no entry of 1 or less."""
-    return 1 < anchor.minimum < anchor.maximum
-
-
-def _is_above_zero(anchor: GainStats, middle: float) -> bool:
-    """Whether a gain, no constant, has no entry of 0 or less, and averages well above the others of its role."""
-    return 0 < anchor.minimum < anchor.maximum and anchor.mean - middle >= 0.25
+def _lifted(anchors: Sequence[GainStats], main: int, middles: Mapping[Role, float]) -> set[int]:
+    """Gains, no constants, that lie where a shift would lift them to and most others do not: in a gamma trunk above 1
+    throughout, in a raw one above 0 throughout and well above the others of their role.
+    """
+    if main == 1 and np.median([a.below_one_share for a in anchors]) >= 0.25:
+        return {i for i, a in enumerate(anchors) if 1 < a.minimum < a.maximum}
+    if main == 0 and np.median([a.negative_share for a in anchors]) >= 0.25:
+        return {i for i, a in enumerate(anchors) if 0 < a.minimum < a.maximum and a.mean - middles[a.role] >= 0.25}
+    return set()
 
 
 def _sums(anchors: Sequence[GainStats], shifts: Sequence[int | None]) -> list[GainStats]:
