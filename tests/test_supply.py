@@ -42,6 +42,8 @@ def test_a_lock_pins_all_that_is_asked_for_with_hashes(lock: str) -> None:
     pinned = pins(lock)
     assert len(pinned) > 30
     for requirement in wanted():
+        if requirement.marker is not None and not requirement.marker.evaluate({"python_version": LOCKS[lock]}):
+            continue  # for older Pythons than the lock is for
         versions = pinned.get(requirement.name.lower().replace("_", "-"))
         assert versions, f"{requirement.name}: `make lock` pins it"
         for version in versions:
