@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,7 @@ from qwen35conv.errors import Qwen35ConvError
 from qwen35conv.version import __version__
 
 if TYPE_CHECKING:
+    from qwen35conv.facts.config import ModuleQuantization
     from qwen35conv.planning.plan import Options
 
 app = typer.Typer(
@@ -53,6 +55,15 @@ class NormChoice(str, Enum):
 
     source = "source"
     float32 = "float32"
+
+
+class ModeChoice(str, Enum):
+    """How MLX packs weights."""
+
+    affine = "affine"
+    mxfp4 = "mxfp4"
+    nvfp4 = "nvfp4"
+    mxfp8 = "mxfp8"
 
 
 class Backend(str, Enum):
@@ -98,6 +109,18 @@ MaxShardOpt = Annotated[
 TieOpt = Annotated[
     bool, typer.Option("--tie-embeddings", help="Use the embeddings as the head where an untied one is missing.")
 ]
+DequantizeOpt = Annotated[
+    bool, typer.Option("--dequantize", help="Turn FP8 weights, scaled in blocks, into bfloat16.")
+]
+QuantizeOpt = Annotated[
+    Optional[int], typer.Option("--quantize", metavar="BITS", min=2, max=8, help="Quantise on the way, as mlx-lm does.")
+]
+GroupSizeOpt = Annotated[
+    Optional[int], typer.Option("--group-size", metavar="N", min=16, max=128, help="Weights that share a scale.")
+]
+ModeOpt = Annotated[
+    Optional[ModeChoice], typer.Option("--mode", help="How --quantize packs; affine where it is not given.")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -127,6 +150,10 @@ def inspect(
     mtp: MtpOpt = MtpChoice.drop,
     assume: AssumeOpt = None,
     repair: RepairOpt = False,
+    dequantize: DequantizeOpt = False,
+    quantize: QuantizeOpt = None,
+    group_size: GroupSizeOpt = None,
+    mode: ModeOpt = None,
     ignore_index: IgnoreIndexOpt = False,
     as_json: JsonOpt = False,
     debug: DebugOpt = False,
@@ -138,7 +165,9 @@ def inspect(
         from qwen35conv.source import open_source, read_checkpoint
 
         checkpoint = read_checkpoint(open_source(source), ignore_index=ignore_index)
-        inspection = inspect_checkpoint(checkpoint, _options(keep_vision, mtp, assume, repair))
+        packing = _packing(quantize, group_size, mode)
+        options = replace(_options(keep_vision, mtp, assume, repair), dequantize=dequantize, quantize=packing)
+        inspection = inspect_checkpoint(checkpoint, options)
         if lora_targets and inspection.plan is not None:
             report.show_lora_targets(inspection.plan, as_json=as_json)
             return
@@ -159,6 +188,10 @@ def convert(
     norm_dtype: NormDtypeOpt = NormChoice.source,
     max_shard_size: MaxShardOpt = None,
     tie_embeddings: TieOpt = False,
+    dequantize: DequantizeOpt = False,
+    quantize: QuantizeOpt = None,
+    group_size: GroupSizeOpt = None,
+    mode: ModeOpt = None,
     jobs: Annotated[Optional[int], typer.Option("--jobs", min=1, max=64, help="Shards at once.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST, once the new folder is whole.")] = False,
     checksum: Annotated[bool, typer.Option("--checksum", help="Put each shard's SHA-256 into the receipt.")] = False,
@@ -175,6 +208,7 @@ def convert(
         from qwen35conv.source import open_source, read_checkpoint
 
         options = _options(keep_vision, mtp, assume, repair, norm_dtype, max_shard_size, tie_embeddings)
+        options = replace(options, dequantize=dequantize, quantize=_packing(quantize, group_size, mode))
         opened = open_source(source)
         check_target(opened, destination, overwrite=overwrite)
         plan = make_plan(read_checkpoint(opened, ignore_index=ignore_index), options)
@@ -338,6 +372,20 @@ def _options(
         max_shard_bytes=None if max_shard_size is None else _size("--max-shard-size", max_shard_size),
         tie=tie_embeddings,
     )
+
+
+def _packing(bits: int | None, group_size: int | None, mode: ModeChoice | None) -> ModuleQuantization | None:
+    """How to quantise; None where that is not asked for."""
+    from qwen35conv.planning.packing import packing_of
+
+    if bits is None:
+        if group_size is not None or mode is not None:
+            raise typer.BadParameter("--group-size and --mode need --quantize BITS")
+        return None
+    found = packing_of(bits, group_size, "affine" if mode is None else mode.value)
+    if isinstance(found, str):
+        raise typer.BadParameter(f"--quantize: {found}")
+    return found
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}

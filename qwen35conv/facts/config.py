@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from qwen35conv.errors import CheckpointError, SourceError
-from qwen35conv.facts.header import LFS_POINTER
+from qwen35conv.facts.header import LFS_POINTER, Dtype
 
 DENSE, SPARSE = "qwen3_5", "qwen3_5_moe"
 _FAMILY = {
@@ -18,7 +18,9 @@ _FAMILY = {
     "qwen3_5_moe": SPARSE,
     "qwen3_5_moe_text": SPARSE,
 }
-MLX_MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
+MODE_DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}  # group size, bits
+MLX_MODES = tuple(MODE_DEFAULTS)
+_CASTS = {"bfloat16": Dtype.BF16, "float16": Dtype.F16, "float32": Dtype.F32}
 DEFAULT_THETA = 10_000_000.0
 _MAX_LAYERS = 4096  # far above any release; a bound for the tables made from it
 _MAX_SIZE = 2**31
@@ -93,6 +95,9 @@ class ModelConfig:
     vision_channels: int
     quantization: Quantization | None
     foreign_scheme: str | None  # quant_method of a scheme that is not MLX's
+    foreign_bits: tuple[int, ...]  # bits a weight in that scheme, as far as config.json says; of several groups each
+    fp8_block: tuple[int, int] | None  # rows and columns that share a scale; None: not FP8 in blocks
+    cast_dtype: Dtype | None  # what mlx-lm casts weights to before it quantises them; None: nothing
     document: Mapping[str, Any]  # config.json as it stands, to be edited, never asked for sizes
 
     @property
@@ -187,6 +192,9 @@ def parse_config(where: str, raw: bytes) -> ModelConfig:
         vision_channels=_vision_channels(where, document),
         quantization=_quantization(where, document, text),
         foreign_scheme=_foreign_scheme(document, text),
+        foreign_bits=_foreign_bits(document, text),
+        fp8_block=_fp8_block(where, document, text),
+        cast_dtype=_cast_dtype(document, text),
         document=document,
     )
 
@@ -305,8 +313,10 @@ def _quantization(where: str, document: Mapping[str, Any], text: Mapping[str, An
         if "quant_method" in entry or not ("bits" in entry or "mode" in entry):
             continue
         default = _module_quantization(where, entry)
+        # MLX inherits nothing: an entry of bits alone is affine, whatever the default's mode.
+        inherited = {} if default.mode in MLX_MODES else _plain(entry)
         modules = {
-            name: None if value is False else _module_quantization(where, {**_plain(entry), **value})
+            name: None if value is False else _module_quantization(where, {**inherited, **value})
             for name, value in entry.items()
             if value is False or isinstance(value, dict)
         }
@@ -323,14 +333,15 @@ def _module_quantization(where: str, entry: Mapping[str, Any]) -> ModuleQuantiza
     read = _Reader(f"{where}: quantization", entry)
     if not isinstance(mode, str):
         raise read.fail("mode", "a name")
-    return ModuleQuantization(group_size=read.size("group_size", 64), bits=_bits(read, mode), mode=mode)
+    group_size, _ = MODE_DEFAULTS.get(mode, (64, 4))
+    return ModuleQuantization(group_size=read.size("group_size", group_size), bits=_bits(read, mode), mode=mode)
 
 
 def _bits(read: _Reader, mode: str) -> int:
     """Bits a value; a mode that MLX does not know may count them as it likes."""
     if mode not in MLX_MODES and not isinstance(read.entries.get("bits"), int):
         return 0
-    return read.size("bits", 4, maximum=64)
+    return read.size("bits", MODE_DEFAULTS.get(mode, (64, 4))[1], maximum=64)
 
 
 def _foreign_scheme(document: Mapping[str, Any], text: Mapping[str, Any]) -> str | None:
@@ -338,3 +349,43 @@ def _foreign_scheme(document: Mapping[str, Any], text: Mapping[str, Any]) -> str
         if isinstance(method := entry.get("quant_method"), str):
             return method
     return None
+
+
+def _foreign_entry(document: Mapping[str, Any], text: Mapping[str, Any]) -> Mapping[str, Any]:
+    entries = _quantization_entries(document, text)
+    return next((entry for entry in entries if isinstance(entry.get("quant_method"), str)), {})
+
+
+def _foreign_bits(document: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[int, ...]:
+    """Bits of each group of modules, under the spellings of the schemes' own writers."""
+    entry = _foreign_entry(document, text)
+    groups = entry.get("config_groups")
+    inner = (
+        [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+        if isinstance(groups, dict)
+        else []
+    )
+    found = [weights.get("num_bits") for weights in inner if isinstance(weights, dict)]
+    found += [entry.get(key) for key in ("bits", "w_bit")]
+    found += [
+        n for key, n in (("load_in_4bit", 4), ("_load_in_4bit", 4), ("load_in_8bit", 8)) if entry.get(key) is True
+    ]
+    return tuple(sorted({n for n in found if type(n) is int and 0 < n <= 32}))
+
+
+def _fp8_block(where: str, document: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[int, int] | None:
+    entry = _foreign_entry(document, text)
+    if entry.get("quant_method") != "fp8":
+        return None
+    block = entry.get("weight_block_size", [128, 128])
+    if block is None:  # one scale a tensor
+        return None
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and 0 < n <= _MAX_SIZE for n in block):
+        raise _Reader(f"{where}: quantization_config", entry).fail("weight_block_size", "two whole numbers")
+    return block[0], block[1]
+
+
+def _cast_dtype(document: Mapping[str, Any], text: Mapping[str, Any]) -> Dtype | None:
+    """As mlx-lm looks for it: `torch_dtype` at the top, else `dtype` of the text model."""
+    named = document.get("torch_dtype") or text.get("dtype")
+    return _CASTS.get(named) if isinstance(named, str) else None

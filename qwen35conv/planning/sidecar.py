@@ -11,9 +11,10 @@ from typing import Any
 
 from qwen35conv.errors import CheckpointError
 from qwen35conv.facts.checkpoint import CONFIG, INDEX, SUFFIX, Checkpoint, is_plain_name
-from qwen35conv.facts.config import SPARSE, LayerKind, ModelConfig
+from qwen35conv.facts.config import SPARSE, LayerKind, ModelConfig, ModuleQuantization
 from qwen35conv.facts.header import Dtype, shown
 from qwen35conv.facts.layout import Region, canonical_modules, parse_name
+from qwen35conv.planning.packing import GATE, is_gate
 from qwen35conv.planning.plan import Mtp, Plan, PlanShard
 
 RECEIPT = "qwen35.json"
@@ -244,6 +245,10 @@ def _write_quantization(top: dict[str, Any], text: dict[str, Any], plan: Plan) -
     for key in _QUANTIZATION_KEYS:
         text.pop(key, None)
         top.pop(key, None)
+    if plan.options.quantize is not None:
+        top["quantization"] = _quantization(plan, plan.options.quantize)
+        top["quantization_config"] = copy.deepcopy(top["quantization"])
+        return
     if not plan.packing or not isinstance(entries[0], dict):
         return
     modules = {write.name.rpartition(".")[0] for write in plan.writes()}
@@ -267,6 +272,12 @@ def _write_quantization(top: dict[str, Any], text: dict[str, Any], plan: Plan) -
             renamed[module] = value
     top["quantization"] = renamed
     top["quantization_config"] = copy.deepcopy(renamed)
+
+
+def _quantization(plan: Plan, asked: ModuleQuantization) -> dict[str, Any]:
+    """The entry that mlx-lm writes: what was asked for, and the router gates, whose mode is MLX's default."""
+    gates = {module: {"group_size": GATE.group_size, "bits": GATE.bits} for module in plan.packing if is_gate(module)}
+    return {"group_size": asked.group_size, "bits": asked.bits, "mode": asked.mode, **gates}
 
 
 def _flat(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:

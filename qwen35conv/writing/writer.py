@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qwen35conv.errors import SourceError
-from qwen35conv.fixes import fixed
+from qwen35conv.fixes import computed, packed
 from qwen35conv.planning.pieces import Fix, Piece, Write
 from qwen35conv.planning.plan import PlanShard
 from qwen35conv.source import Source
 from qwen35conv.writing.journal import Finished, destination_error
 from qwen35conv.writing.publish import Partial, check_destination, publishing
-from qwen35conv.writing.steps import METADATA, Step, rows_of, steps_of
+from qwen35conv.writing.steps import METADATA, Packing, Step, steps_of
 from qwen35conv.writing.transfer import BUFFER_BYTES, ReadFailedError, begin_flush, move, write_all
 
 __all__ = ["BUFFER_BYTES", "METADATA", "Partial", "Written", "check_destination", "publishing", "write_shards"]
@@ -81,7 +81,7 @@ class _Growing:
         self.n_missing = sum(step.n_bytes for step in steps)
         self.n_bytes = self.n_missing
         self.begun = False
-        files = {piece.file for write in shard.writes for piece in write.pieces}
+        files = {piece.file for write in shard.writes for piece in write.read_pieces}
         self.identities = {file: source.identity(file) for file in sorted(files)}
         self._sources: dict[str, int] = {}
 
@@ -104,6 +104,8 @@ class _Growing:
             write_all(target, step.content, step.offset)
         elif isinstance(step.content, Piece):
             self._copy(step.content, step.offset, target)
+        elif isinstance(step.content, Packing):
+            self._pack(step.content, target)
         else:
             self._compute(step.content, step.offset, target)
         begin_flush(target, step.offset, step.n_bytes)
@@ -134,11 +136,16 @@ class _Growing:
             write_all(target, raw, offset + begin - piece.begin)
 
     def _compute(self, write: Write, offset: int, target: int) -> None:
-        for part, piece in rows_of(write):
-            (raw,) = self.source.read(piece.file, [(piece.begin, piece.end)])
-            content = fixed(part, raw)
+        for content in computed(self.source, write):
             write_all(target, content, offset)
             offset += len(content)
+
+    def _pack(self, packing: Packing, target: int) -> None:
+        offsets = {write.packed.part: offset for write, offset in packing.parts if write.packed is not None}
+        for contents in packed(self.source, packing.parts[0][0]):
+            for part, content in contents.items():
+                write_all(target, content, offsets[part])
+                offsets[part] += len(content)
 
     def _check_source(self) -> None:
         for file, identity in self.identities.items():
