@@ -109,9 +109,7 @@ MaxShardOpt = Annotated[
 TieOpt = Annotated[
     bool, typer.Option("--tie-embeddings", help="Use the embeddings as the head where an untied one is missing.")
 ]
-DequantizeOpt = Annotated[
-    bool, typer.Option("--dequantize", help="Turn FP8 weights, scaled in blocks, into bfloat16.")
-]
+DequantizeOpt = Annotated[bool, typer.Option("--dequantize", help="Turn FP8 weights, scaled in blocks, into bfloat16.")]
 QuantizeOpt = Annotated[
     Optional[int], typer.Option("--quantize", metavar="BITS", min=2, max=8, help="Quantise on the way, as mlx-lm does.")
 ]

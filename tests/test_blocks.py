@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,7 @@ from hypothesis import strategies as st
 from test_view import bits
 
 from qwen35conv import Options, make_plan, open_source, open_view, read_checkpoint, write
-from qwen35conv.convert import prepare
-from qwen35conv.errors import CheckpointError
 from qwen35conv.planning.plan import Mtp
-from qwen35conv.planning.scheme import SchemeError
 
 BLOCK = (8, 10)  # no size of a tiny model is a multiple of both
 ASKED = Options(dequantize=True)

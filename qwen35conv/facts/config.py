@@ -313,8 +313,9 @@ def _quantization(where: str, document: Mapping[str, Any], text: Mapping[str, An
         if "quant_method" in entry or not ("bits" in entry or "mode" in entry):
             continue
         default = _module_quantization(where, entry)
-        # MLX inherits nothing: an entry of bits alone is affine, whatever the default's mode.
-        inherited = {} if default.mode in MLX_MODES else _plain(entry)
+        inherited = _plain(entry)
+        if default.mode in MLX_MODES:  # whose loaders take an entry without a mode for affine, whatever the default
+            inherited.pop("mode", None)
         modules = {
             name: None if value is False else _module_quantization(where, {**inherited, **value})
             for name, value in entry.items()
