@@ -26,16 +26,12 @@ def pair_scales(
 ) -> tuple[list[SourceTensor], Mapping[str, SourceTensor]]:
     """The tensors without the scales, and the scales by the name of their weight.
 
-    Raises CheckpointError for a scale without its weight, an FP8 weight without scales, or scales of another shape.
+    Raises CheckpointError for a scale without its weight, or scales of another shape. A weight without scales is a
+    scheme of its own, and refused before.
     """
     scales = {t.name.removesuffix(BLOCK_SCALE): t for t in tensors if t.name.endswith(BLOCK_SCALE)}
     weights = [tensor for tensor in tensors if not tensor.name.endswith(BLOCK_SCALE)]
     coded = {tensor.name: tensor for tensor in weights if tensor.dtype is CODES}
-    if bare := [name for name in coded if name not in scales]:
-        raise CheckpointError(
-            f"{label}: {len(bare)} FP8 weights have no scales: {few(bare)}",
-            hint="without its scales a weight is noise; fetch or export the checkpoint again",
-        )
     if orphans := [scale.name for name, scale in scales.items() if name not in coded]:
         raise CheckpointError(
             f"{label}: {len(orphans)} scales belong to no FP8 weight: {few(orphans)}",

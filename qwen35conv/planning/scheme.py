@@ -13,14 +13,16 @@ from qwen35conv.facts.layout import BLOCK_SCALE, Region, canonical_modules, pars
 
 _FP8 = frozenset({Dtype.F8_E4M3, Dtype.F8_E5M2, Dtype.F8_E4M3FNUZ, Dtype.F8_E5M2FNUZ})
 _OTHER = "download the BF16 release of this model, or a build that was quantised for MLX"
+_DEQUANTIZE = "`qwen35 convert --dequantize` turns it into bfloat16"
+_INTEGERS = "AWQ or GPTQ"
 _BLOCKS = "FP8 in blocks"
 # What stands behind a module's name gives its scheme away, the most telling first: scheme, and bits a weight.
 _SIGNS: tuple[tuple[str, str, int | None], ...] = (
     ("weight_global_scale", "NVFP4 (compressed-tensors)", 4),
     ("weight_scale_2", "NVFP4 (ModelOpt)", 4),
     ("g_idx", "GPTQ", None),
-    ("qzeros", "AWQ or GPTQ", None),
-    ("qweight", "AWQ or GPTQ", None),
+    ("qzeros", _INTEGERS, None),
+    ("qweight", _INTEGERS, None),
     ("weight_packed", "compressed-tensors, pack-quantized", None),
     ("absmax", "bitsandbytes", 4),
     ("quant_map", "bitsandbytes", 4),
@@ -48,6 +50,16 @@ class ForeignScheme:
     bits: tuple[int, ...]
     can_dequantize: bool
 
+    @property
+    def is_integer(self) -> bool:
+        """Whether some loader may repack it as it loads: mlx-lm does so with AWQ's and GPTQ's."""
+        return self.name in (*_METHODS.values(), _INTEGERS)
+
+    @property
+    def advice(self) -> str:
+        """What can be done with it."""
+        return _DEQUANTIZE if self.can_dequantize else _OTHER
+
     def __str__(self) -> str:
         bits = f", {' and '.join(map(str, self.bits))} bits" if self.bits else ""
         return f"{self.name}: {len(self.modules)} modules{bits} ({few(self.modules, 1)})"
@@ -64,7 +76,7 @@ def find_schemes(tensors: Sequence[SourceTensor], config: ModelConfig) -> tuple[
     for tensor in tensors:
         module = tensor.name.removesuffix(".weight")
         dtypes[module] = tensor.dtype
-        if tensor.dtype in _FP8 and module not in signs:
+        if tensor.dtype in _FP8 and module not in signs and _split(tensor)[1] not in _TAILS:
             signs[module] = -1
     found: dict[tuple[str, int | None], list[str]] = {}
     for module, i in signs.items():
@@ -76,7 +88,7 @@ def find_schemes(tensors: Sequence[SourceTensor], config: ModelConfig) -> tuple[
             config.foreign_bits if bits is None else (bits,),
             name == _BLOCKS
             and config.fp8_block is not None
-            and all(dtypes.get(module) is Dtype.F8_E4M3 for module in modules),
+            and all(dtypes.get(module, Dtype.F8_E4M3) is Dtype.F8_E4M3 for module in modules),
         )
         for (name, bits), modules in found.items()
     )
@@ -115,7 +127,7 @@ def check_scheme(label: str, tensors: Sequence[SourceTensor], config: ModelConfi
     method = f" (quant_method {config.foreign_scheme})" if config.foreign_scheme else ""
     raise SchemeError(
         f"{label}: quantised in a scheme that MLX cannot read{method}: {'; '.join(map(str, schemes))}",
-        hint="--dequantize turns it into bfloat16" if can else _OTHER,
+        hint=_DEQUANTIZE if can else _OTHER,
         can_dequantize=can,
     )
 
