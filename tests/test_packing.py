@@ -159,3 +159,54 @@ def test_the_draft_head_and_the_vision_tower_stay_as_they_are(tmp_path: Path) ->
 )
 def test_only_forms_that_mlx_has_are_taken(n_bits: int, group_size: int | None, mode: str, found: object) -> None:
     assert packing_of(n_bits, group_size, mode) == found
+
+
+@pytest.mark.parametrize("mode", ["affine-4", "affine-3-32", "mxfp4", "nvfp4"])
+def test_what_autoround_packed_for_mlx_rides_through_under_raw_names(mode: str, tmp_path: Path) -> None:
+    """Every byte stays; its own keys in config.json become MLX's, which is what a loader asks for."""
+    how = MODES[mode]
+    plain = tiny.make(WIDE, vision=False, mtp=False)
+    out = converted(saved(tmp_path / "plain", "dense", vision=False, mtp=False), tmp_path / "q", Options(quantize=how))
+    packed = tiny.load(out)
+    stored = {name: value for name, value in plain.raw.items() if value.ndim != 2 or "conv1d" in name or "norm" in name}
+    stored |= {
+        name.replace("language_model.model.", "model.language_model.").replace("language_model.lm_head", "lm_head"): v
+        for name, v in packed.items()
+        if f"{name.rpartition('.')[0]}.scales" in packed
+    }
+    kinds = {"mxfp4": "mx_fp", "nvfp4": "nv_fp"}
+    entry = {"quant_method": "auto-round", "bits": how.bits, "group_size": how.group_size, "sym": False,
+             "data_type": kinds.get(how.mode, "int"), "packing_format": "mlx"}  # fmt: skip
+    source = tiny.save(tmp_path / "source", stored, {**plain.config, "quantization_config": entry})
+    found = converted(source, tmp_path / "out", Options())
+    tiny.assert_same(tiny.load(found), packed)
+    ours = json.loads((found / "config.json").read_text())
+    want = {"bits": how.bits, "group_size": how.group_size, "mode": how.mode}
+    assert ours["quantization"] == ours["quantization_config"] == want
+
+
+def test_the_receipt_replays_what_was_packed(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source", "sparse-single")
+    out = converted(source, tmp_path / "out", Options(quantize=MODES["affine-4"]))
+    found, n = tiny.load(out), 0
+    for name, entry in json.loads((out / "qwen35.json").read_text())["tensors"].items():
+        how = entry.get("packed")
+        if how is None:
+            continue
+        n += 1
+        raw = b"".join((source / file).read_bytes()[begin:end] for file, begin, end in entry["pieces"])
+        assert (entry["source_dtype"], how["from"]) == ("BF16", "BF16")
+        values = mx.array(np.frombuffer(raw, "u2").reshape(-1, entry["n_columns"])).view(mx.bfloat16)
+        parts = mx.quantize(values, how["group_size"], how["bits"], mode=how["mode"], stream=mx.cpu)
+        part = parts[["weight", "scales", "biases"].index(how["part"])]
+        assert bits(part).tobytes() == found[name].tobytes()
+    assert n > 100
+
+
+def test_many_threads_and_small_parts_write_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = saved(tmp_path / "source", "sparse-fused")
+    options = Options(quantize=MODES["affine-4"])
+    want = tiny.load(converted(source, tmp_path / "want", options, jobs=1))
+    monkeypatch.setattr("qwen35conv.planning.rows._ROWS_BYTES", 256 * 7)
+    monkeypatch.setattr("qwen35conv.writing.steps._COPY_BYTES", 256 * 33)
+    tiny.assert_same(tiny.load(converted(source, tmp_path / "out", options, jobs=8)), want)

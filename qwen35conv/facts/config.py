@@ -20,6 +20,7 @@ _FAMILY = {
 }
 MODE_DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}  # group size, bits
 MLX_MODES = tuple(MODE_DEFAULTS)
+AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
 _CASTS = {"bfloat16": Dtype.BF16, "float16": Dtype.F16, "float32": Dtype.F32}
 DEFAULT_THETA = 10_000_000.0
 _MAX_LAYERS = 4096  # far above any release; a bound for the tables made from it
@@ -308,7 +309,7 @@ def _quantization_entries(document: Mapping[str, Any], text: Mapping[str, Any]) 
 
 
 def _quantization(where: str, document: Mapping[str, Any], text: Mapping[str, Any]) -> Quantization | None:
-    """MLX's entry: it has `group_size` and `bits` but no `quant_method`."""
+    """MLX's entry: it has `group_size` and `bits` but no `quant_method`; else that of a packer which writes its own."""
     for entry in _quantization_entries(document, text):
         if "quant_method" in entry or not ("bits" in entry or "mode" in entry):
             continue
@@ -322,7 +323,29 @@ def _quantization(where: str, document: Mapping[str, Any], text: Mapping[str, An
             if value is False or isinstance(value, dict)
         }
         return Quantization(default, modules)
-    return None
+    return _auto_round(where, _foreign_entry(document, text))
+
+
+def _auto_round(where: str, entry: Mapping[str, Any]) -> Quantization | None:
+    """AutoRound's entry, in MLX's terms: its exports for MLX are packed alike, and keep its own keys."""
+    if entry.get("quant_method") not in AUTO_ROUND or "bits" not in entry:
+        return None
+    extra = entry.get("extra_config")
+    layers = extra if isinstance(extra, dict) else {}
+    return Quantization(
+        _round_packing(where, entry),
+        {
+            name: None if value.get("bits") == 16 else _round_packing(where, {**_plain(entry), **value})
+            for name, value in layers.items()
+            if isinstance(value, dict)
+        },
+    )
+
+
+def _round_packing(where: str, entry: Mapping[str, Any]) -> ModuleQuantization:
+    kind, bits = str(entry.get("data_type", "int")), entry.get("bits")
+    mode = f"mxfp{bits}" if kind.startswith("mx_fp") else f"nvfp{bits}" if kind.startswith("nv_fp") else "affine"
+    return _module_quantization(where, {key: entry.get(key) for key in ("bits", "group_size")} | {"mode": mode})
 
 
 def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from qwen35conv.errors import CheckpointError
 from qwen35conv.facts.checkpoint import SourceTensor, few
-from qwen35conv.facts.config import MLX_MODES, ModelConfig, ModuleQuantization
+from qwen35conv.facts.config import AUTO_ROUND, MLX_MODES, ModelConfig, ModuleQuantization
 from qwen35conv.facts.header import Dtype
 from qwen35conv.facts.layout import BLOCK_SCALE, Region, canonical_modules, parse_name
 
@@ -34,8 +34,7 @@ _SIGNS: tuple[tuple[str, str, int | None], ...] = (
 )
 _TAILS = {tail: i for i, (tail, _, _) in enumerate(_SIGNS)}
 # What config.json calls the schemes whose tensors have the same names.
-_METHODS = {"awq": "AWQ", "gptq": "GPTQ", "auto-round": "AutoRound", "auto_round": "AutoRound",
-            "intel/auto-round": "AutoRound"}  # fmt: skip
+_METHODS = {"awq": "AWQ", "gptq": "GPTQ", **dict.fromkeys(AUTO_ROUND, "AutoRound")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from qwen35conv.errors import CheckpointError
@@ -251,9 +251,10 @@ def _write_quantization(top: dict[str, Any], text: dict[str, Any], plan: Plan) -
         return
     if not plan.packing or not isinstance(entries[0], dict):
         return
+    entry = entries[0] if "quant_method" not in entries[0] else _entry_of(plan)
     modules = {write.name.rpartition(".")[0] for write in plan.writes()}
     renamed: dict[str, Any] = {}
-    for name, value in entries[0].items():
+    for name, value in entry.items():
         if not (isinstance(value, dict) or value is False):
             renamed[name] = value
             continue
@@ -272,6 +273,16 @@ def _write_quantization(top: dict[str, Any], text: dict[str, Any], plan: Plan) -
             renamed[module] = value
     top["quantization"] = renamed
     top["quantization_config"] = copy.deepcopy(renamed)
+
+
+def _entry_of(plan: Plan) -> dict[str, Any]:
+    """MLX's entry for what was packed under another one's keys."""
+    quantization = plan.checkpoint.config.quantization
+    assert quantization is not None
+    return {
+        **asdict(quantization.default),
+        **{name: False if how is None else asdict(how) for name, how in quantization.modules.items()},
+    }
 
 
 def _quantization(plan: Plan, asked: ModuleQuantization) -> dict[str, Any]:
