@@ -51,6 +51,7 @@ save_config(config, target / "config.json")
 """
 FP8_PLAIN = ("norm", "conv1d", "embed_tokens", "lm_head", "visual", "in_proj_a", "in_proj_b", "mtp.fc")
 FP8_BLOCK = 128
+FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
 
 
 @dataclass(frozen=True)
@@ -278,6 +279,7 @@ def config_of(sizes: Sizes) -> dict[str, object]:
         "vision_config": {"in_channels": 3, "depth": sizes.vision_blocks},
         "image_token_id": 45,
         "video_token_id": 46,
+        **({"quantization_config": FP8_CONFIG} if sizes.fp8 else {}),
     }
 
 
