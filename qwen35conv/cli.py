@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,7 @@ from qwen35conv.version import __version__
 
 if TYPE_CHECKING:
     from qwen35conv.batch.results import Result
+    from qwen35conv.facts.config import ModuleQuantization
     from qwen35conv.generation.convention import Generation
     from qwen35conv.planning.plan import Options
 
@@ -55,6 +57,15 @@ class NormChoice(str, Enum):
 
     source = "source"
     float32 = "float32"
+
+
+class ModeChoice(str, Enum):
+    """How MLX packs weights."""
+
+    affine = "affine"
+    mxfp4 = "mxfp4"
+    nvfp4 = "nvfp4"
+    mxfp8 = "mxfp8"
 
 
 class Backend(str, Enum):
@@ -105,6 +116,16 @@ MaxShardOpt = Annotated[
 TieOpt = Annotated[
     bool, typer.Option("--tie-embeddings", help="Use the embeddings as the head where an untied one is missing.")
 ]
+DequantizeOpt = Annotated[bool, typer.Option("--dequantize", help="Turn FP8 weights, scaled in blocks, into bfloat16.")]
+QuantizeOpt = Annotated[
+    Optional[int], typer.Option("--quantize", metavar="BITS", min=2, max=8, help="Quantise on the way, as mlx-lm does.")
+]
+GroupSizeOpt = Annotated[
+    Optional[int], typer.Option("--group-size", metavar="N", min=16, max=128, help="Weights that share a scale.")
+]
+ModeOpt = Annotated[
+    Optional[ModeChoice], typer.Option("--mode", help="How --quantize packs; affine where it is not given.")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -134,6 +155,10 @@ def inspect(
     mtp: MtpOpt = MtpChoice.drop,
     assume: AssumeOpt = None,
     repair: RepairOpt = False,
+    dequantize: DequantizeOpt = False,
+    quantize: QuantizeOpt = None,
+    group_size: GroupSizeOpt = None,
+    mode: ModeOpt = None,
     ignore_index: IgnoreIndexOpt = False,
     revision: RevisionOpt = None,
     as_json: JsonOpt = False,
@@ -145,10 +170,12 @@ def inspect(
         from qwen35conv.inspection import inspect_checkpoint
         from qwen35conv.source import open_source, read_checkpoint
 
+        packing = _packing(quantize, group_size, mode)
+        options = replace(_options(keep_vision, mtp, assume, repair), dequantize=dequantize, quantize=packing)
         opened = open_source(source, revision=revision)
         with report.steps("inspect") as on_progress:
             checkpoint = read_checkpoint(opened, ignore_index=ignore_index, sampled=True, on_progress=on_progress)
-        inspection = inspect_checkpoint(checkpoint, _options(keep_vision, mtp, assume, repair))
+        inspection = inspect_checkpoint(checkpoint, options)
         if lora_targets and inspection.plan is not None:
             report.show_lora_targets(inspection.plan, as_json=as_json)
             return
@@ -172,6 +199,10 @@ def convert(
     norm_dtype: NormDtypeOpt = NormChoice.source,
     max_shard_size: MaxShardOpt = None,
     tie_embeddings: TieOpt = False,
+    dequantize: DequantizeOpt = False,
+    quantize: QuantizeOpt = None,
+    group_size: GroupSizeOpt = None,
+    mode: ModeOpt = None,
     jobs: Annotated[
         Optional[int], typer.Option("--jobs", min=1, max=64, help="Shards, or connections to the Hub, at once.")
     ] = None,
@@ -202,6 +233,7 @@ def convert(
         from qwen35conv.source import LocalSource, open_source, read_checkpoint
 
         options = _options(keep_vision, mtp, assume, repair, norm_dtype, max_shard_size, tie_embeddings)
+        options = replace(options, dequantize=dequantize, quantize=_packing(quantize, group_size, mode))
         opened = open_source(source, revision=revision)
         if via_cache and isinstance(opened, LocalSource):
             raise typer.BadParameter("--via-cache needs a Hub id; this source is on this machine already")
@@ -576,6 +608,20 @@ def _generation(assume: Assumption | None) -> Generation | None:
     from qwen35conv.generation.convention import Generation
 
     return None if assume is None else Generation(assume.value)
+
+
+def _packing(bits: int | None, group_size: int | None, mode: ModeChoice | None) -> ModuleQuantization | None:
+    """How to quantise; None where that is not asked for."""
+    from qwen35conv.planning.packing import packing_of
+
+    if bits is None:
+        if group_size is not None or mode is not None:
+            raise typer.BadParameter("--group-size and --mode need --quantize BITS")
+        return None
+    found = packing_of(bits, group_size, "affine" if mode is None else mode.value)
+    if isinstance(found, str):
+        raise typer.BadParameter(f"--quantize: {found}")
+    return found
 
 
 def _token_ids(text: str) -> tuple[int, ...]:

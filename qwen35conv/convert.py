@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from qwen35conv.errors import CheckpointError, DestinationError, SourceError
 from qwen35conv.facts.checkpoint import CONFIG, INDEX, few
 from qwen35conv.facts.header import LFS_POINTER, TensorInfo, build_header
-from qwen35conv.fixes import fixed
+from qwen35conv.fixes import fixed, read_pieces
 from qwen35conv.generation.convention import Generation
-from qwen35conv.planning.pieces import Write
 from qwen35conv.planning.plan import Options, Plan, PlanShard, make_plan
 from qwen35conv.planning.receipt import (
     ShardRecord,
@@ -30,6 +29,7 @@ from qwen35conv.planning.receipt import (
     is_computed_gain,
     options_document,
 )
+from qwen35conv.planning.rows import working_bytes
 from qwen35conv.planning.sidecar import (
     RECEIPT,
     SOURCE_GAINS,
@@ -159,10 +159,10 @@ def prepare(source: Source, plan: Plan, destination: Path, *, jobs: int | None =
         edits=config_edits(checkpoint.config.document, config),
         files=files,
         preflight=Preflight(
-            n_read=n_side + sum(piece.n_bytes for shard in shards for write in shard.writes for piece in write.pieces),
+            n_read=n_side + sum(_n_read(shard) for shard in shards),
             n_written=n_side + n_made + sum(file_bytes(shard) for shard in shards),
             n_shared=0,
-            n_memory=n_jobs * BUFFER_BYTES,
+            n_memory=n_jobs * max((_n_memory(shard) for shard in shards), default=BUFFER_BYTES),
             n_free=shutil.disk_usage(_parent(destination)).free,
         ),
         jobs=n_jobs,
@@ -315,7 +315,7 @@ def prove(source: Source, plan: Plan, shards: Sequence[PlanShard], folder: Path)
         if right and is_computed_gain(write):
             with _reading_back(folder):
                 (stored,) = result.read(file, [(data_begin + tensor.begin, data_begin + tensor.end)])
-            right = stored == fixed(write, _joined(source, write))
+            right = stored == fixed(write, read_pieces(source, write.pieces))
             n_gains += 1
         if not right:
             wrong.append(name)
@@ -381,7 +381,11 @@ def conversion_key(plan: Plan) -> str:
     digest = hashlib.sha256()
     digest.update(json.dumps([__version__, options_document(plan), dict(plan.checkpoint.identities)]).encode())
     for shard in (*plan.shards, *plan.sidecar):
-        digest.update(repr((shard.file, [(w.name, w.dtype, w.shape, w.fix, w.pieces) for w in shard.writes])).encode())
+        digest.update(
+            repr(
+                (shard.file, [(w.name, w.dtype, w.shape, w.fix, w.pieces, w.blocks, w.packed) for w in shard.writes])
+            ).encode()
+        )
     return digest.hexdigest()
 
 
@@ -393,6 +397,18 @@ def file_bytes(shard: PlanShard) -> int:
 def _parent(path: Path) -> Path:
     """The nearest folder above a path that exists."""
     return next(folder for folder in path.absolute().parents if folder.is_dir())
+
+
+def _n_read(shard: PlanShard) -> int:
+    """Bytes read for a shard; the parts of a packed weight share theirs."""
+    packed = {write.pieces: write for write in shard.writes if write.packed is not None}
+    others = [write for write in shard.writes if write.packed is None]
+    return sum(piece.n_bytes for write in (*others, *packed.values()) for piece in write.read_pieces)
+
+
+def _n_memory(shard: PlanShard) -> int:
+    """A bound on the bytes that a thread holds while it writes a shard."""
+    return max((working_bytes(write) for write in shard.writes), default=0) + BUFFER_BYTES
 
 
 def default_jobs(source: Source, plan: Plan) -> int:
@@ -442,7 +458,7 @@ def _write_side_files(source: Source, preparation: Preparation, partial: Partial
     for file in preparation.files.copied:
         n_bytes = plan.checkpoint.listing[file]
         partial.write_file(file, source.stream(file, 0, n_bytes))
-    gains = {write.sources[0]: (write, _joined(source, write)) for write in computed_gains(plan)}
+    gains = {write.sources[0]: (write, read_pieces(source, write.pieces)) for write in computed_gains(plan)}
     if gains:
         partial.write_file(SOURCE_GAINS, build_source_gains(gains))
     records = [ShardRecord(shard.file, shard.n_bytes, shard.sha256) for shard in written]
@@ -450,7 +466,3 @@ def _write_side_files(source: Source, preparation: Preparation, partial: Partial
     partial.write_file(CONFIG, build_json(preparation.config))
     partial.write_file(RECEIPT, build_json(receipt))
     partial.write_file(INDEX, build_json(build_index(plan.shards)))
-
-
-def _joined(source: Source, write: Write) -> bytes:
-    return b"".join(source.read(piece.file, [(piece.begin, piece.end)])[0] for piece in write.pieces)

@@ -23,6 +23,7 @@ from qwen35conv.generation.convention import ConvLayout, Generation, Naming, rep
 from qwen35conv.generation.loaders import Artifact, Forecast, Outcome, Stored, forecast, stored_gains
 from qwen35conv.planning.pieces import Rule, Skip, Write
 from qwen35conv.planning.plan import Mtp, NormDtype, Options, Plan, make_plan
+from qwen35conv.planning.scheme import ForeignScheme, SchemeError, find_schemes
 from qwen35conv.planning.sidecar import ConfigEdit, SideFiles, build_config, config_edits, side_files
 from qwen35conv.planning.verdicts import Verdicts, conv_layout, judge_checkpoint
 
@@ -48,7 +49,8 @@ class Inspection:
     options: Options
     plan: Plan | None
     problem: Qwen35ConvError | None
-    remedy: Plan | None  # what --repair would do, where that is all that is missing
+    remedy: Plan | None  # what --repair or --dequantize would do, where that is all that is missing
+    schemes: tuple[ForeignScheme, ...]  # quantisations that MLX loaders cannot read
     edits: tuple[ConfigEdit, ...]
     files: SideFiles
     forecasts: tuple[Forecast, ...]  # each known loader, given the source as it is
@@ -56,8 +58,13 @@ class Inspection:
 
     @property
     def shown_plan(self) -> Plan | None:
-        """The plan, or what --repair would make of it."""
+        """The plan, or what the option that is missing would make of it."""
         return self.plan or self.remedy
+
+    @property
+    def is_repair(self) -> bool:
+        """Whether --repair is what is missing."""
+        return self.remedy is not None and isinstance(self.problem, ConventionError)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -83,6 +90,8 @@ def inspect_checkpoint(checkpoint: Checkpoint, options: Options | None = None) -
     remedy = None
     if isinstance(problem, ConventionError) and repair_shift(verdicts.trunk.generation) is not None:
         remedy, _ = _try_plan(checkpoint, replace(options, repair=True), verdicts)
+    if isinstance(problem, SchemeError) and problem.can_dequantize:
+        remedy, _ = _try_plan(checkpoint, replace(options, dequantize=True), verdicts)
     edits: tuple[ConfigEdit, ...] = ()
     planned = plan or remedy
     if planned is not None:
@@ -97,6 +106,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, options: Options | None = None) -
         plan=plan,
         problem=problem,
         remedy=remedy,
+        schemes=find_schemes(checkpoint.tensors, checkpoint.config),
         edits=edits,
         files=side_files(checkpoint),
         forecasts=forecast(artifact_of(checkpoint, verdicts)),
@@ -125,6 +135,7 @@ def artifact_of(checkpoint: Checkpoint, verdicts: Verdicts) -> Artifact:
         has_mtp=facts.has_mtp,
         gains=stored_gains(verdicts.trunk.generation),
         per_expert=any(p.region is Region.TRUNK and p.role in (Role.EXPERT, Role.FUSED_EXPERT) for p in places),
+        unreadable=any(not scheme.is_integer for scheme in find_schemes(checkpoint.tensors, checkpoint.config)),
         raw_quantization_keys=quantization is not None and not all(map(_is_canonical_module, quantization.modules)),
     )
 
@@ -260,4 +271,8 @@ def _flags(options: Options) -> list[str]:
         flags += ["--max-shard-size", str(options.max_shard_bytes)]
     if options.tie:
         flags.append("--tie-embeddings")
+    if options.dequantize:
+        flags.append("--dequantize")
+    if (asked := options.quantize) is not None:
+        flags += ["--quantize", str(asked.bits), "--group-size", str(asked.group_size), "--mode", asked.mode]
     return flags

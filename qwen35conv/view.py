@@ -9,9 +9,10 @@ import mlx.core as mx
 import numpy as np
 
 from qwen35conv.facts.header import Dtype
-from qwen35conv.fixes import fixed
+from qwen35conv.fixes import computed, read_pieces
 from qwen35conv.planning.pieces import Fix, Piece, Write
 from qwen35conv.planning.plan import Plan
+from qwen35conv.planning.rows import some_rows
 from qwen35conv.source import Source
 
 # How each dtype enters MLX: the type of its bits, and what they are viewed as. 8-bit floats stay bits, as in mx.load.
@@ -43,7 +44,7 @@ class View(Mapping[str, mx.array]):
     def __getitem__(self, name: str) -> mx.array:
         """The whole tensor. Raises KeyError, or SourceError where the source can't be read."""
         write = self._writes[name]
-        return _array(write.dtype, write.shape, fixed(write, self._stored(write, 0, _n_stored(write))))
+        return _array(write.dtype, write.shape, b"".join(self.chunks(name)))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._writes)
@@ -61,40 +62,41 @@ class View(Mapping[str, mx.array]):
     def rows(self, name: str, begin: int, end: int) -> mx.array:
         """Rows `begin` to `end` (one past) of the first axis; only their bytes are read."""
         write = self._writes[name]
+        shape = (end - begin, *write.shape[1:])
+        if write.fix in (Fix.DEQUANTIZE, Fix.QUANTIZE):
+            n = math.prod(write.shape[1:-1])
+            some = some_rows(write, begin * n, end * n)
+            return _array(write.dtype, shape, b"".join(computed(self._source, some)))
         if write.fix is not Fix.NONE:
             return self[name][begin:end]
         n_row = write.n_bytes // write.shape[0]
         raw = self._stored(write, begin * n_row, end * n_row)
-        return _array(write.dtype, (end - begin, *write.shape[1:]), raw)
+        return _array(write.dtype, shape, raw)
 
     def chunks(self, name: str, n_bytes: int = 1 << 22) -> Iterator[bytes]:
-        """The tensor's final bytes, in order, at most `n_bytes` at a time where nothing is computed."""
+        """The tensor's final bytes, in order, `n_bytes` at a time; the last may be shorter."""
         write = self._writes[name]
-        if write.fix is not Fix.NONE:
-            yield fixed(write, self._stored(write, 0, _n_stored(write)))
+        if write.fix is Fix.NONE:
+            for begin in range(0, write.n_bytes, n_bytes):
+                yield self._stored(write, begin, min(begin + n_bytes, write.n_bytes))
             return
-        for begin in range(0, write.n_bytes, n_bytes):
-            yield self._stored(write, begin, min(begin + n_bytes, write.n_bytes))
+        waiting = bytearray()
+        for content in computed(self._source, write):
+            waiting += content
+            while len(waiting) >= n_bytes:
+                yield bytes(waiting[:n_bytes])
+                del waiting[:n_bytes]
+        if waiting:
+            yield bytes(waiting)
 
     def _stored(self, write: Write, begin: int, end: int) -> bytes:
         """Bytes `begin` to `end` of the joined pieces, as stored."""
-        wanted = list(_within(write.pieces, begin, end))
-        parts = []
-        while wanted:  # neighbours in one file are read at once
-            file = wanted[0].file
-            n = next((i for i, piece in enumerate(wanted) if piece.file != file), len(wanted))
-            parts += self._source.read(file, [(piece.begin, piece.end) for piece in wanted[:n]])
-            wanted = wanted[n:]
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return read_pieces(self._source, tuple(_within(write.pieces, begin, end)))
 
 
 def open_view(source: Source, plan: Plan) -> View:
     """The canonical tensors of a checkpoint under its plan: bit for bit what converting it would write."""
     return View(source, {write.name: write for write in plan.writes()})
-
-
-def _n_stored(write: Write) -> int:
-    return sum(piece.n_bytes for piece in write.pieces)
 
 
 def _within(pieces: tuple[Piece, ...], begin: int, end: int) -> Iterator[Piece]:

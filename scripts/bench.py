@@ -2,6 +2,7 @@
 
     python scripts/bench.py --folder /big/disk --gb 1,4,8            # add --mlx-lm for mlx-lm's load and save beside it
     python scripts/bench.py --folder /big/disk --gb 4 --cold         # the source is not in the page cache
+    python scripts/bench.py --folder /big/disk --gb 4 --schemes      # FP8 to bfloat16, and quantised on the way
 
 Checkpoints are made for it: names and config of a transformers export, random weights, gains as real ones lie, vision
 tower and draft head along. Commands run whole (start-up and checks included), each followed by `sync`, in turn and in
@@ -38,6 +39,19 @@ model, config = load_model(source, lazy=True)
 save_model(target, model, donate_model=True)
 save_config(config, target / "config.json")
 """
+MLX_LM_QUANTIZE = """
+import sys
+from pathlib import Path
+from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+source, target = Path(sys.argv[1]), Path(sys.argv[2])
+model, config = load_model(source, lazy=True)
+model, config = quantize_model(model, config, 64, 4)
+save_model(target, model, donate_model=True)
+save_config(config, target / "config.json")
+"""
+FP8_PLAIN = ("norm", "conv1d", "embed_tokens", "lm_head", "visual", "in_proj_a", "in_proj_b", "mtp.fc")
+FP8_BLOCK = 128
+FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,7 @@ class Sizes:
     experts: int = 0
     expert_size: int = 512
     vision_blocks: int = 1
+    fp8: bool = False
 
     @property
     def conv(self) -> int:
@@ -77,7 +92,16 @@ class Run:
 
 
 def tensors_of(sizes: Sizes) -> Iterator[Tensor]:
-    """Every tensor of a raw export, in the order of a model's modules."""
+    """Every tensor of a raw export, in the order of a model's modules; of an FP8 one with the scales of its blocks."""
+    for name, dtype, shape in _plain_tensors(sizes):
+        if not sizes.fp8 or len(shape) != 2 or any(part in name for part in FP8_PLAIN):
+            yield name, dtype, shape
+            continue
+        yield name, Dtype.F8_E4M3, shape
+        yield f"{name}_scale_inv", Dtype.BF16, (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
+
+
+def _plain_tensors(sizes: Sizes) -> Iterator[Tensor]:
     outer, hidden = "model.language_model.", sizes.hidden
     yield f"{outer}embed_tokens.weight", Dtype.BF16, (sizes.vocab, hidden)
     for i in range(sizes.layers):
@@ -139,10 +163,10 @@ def n_bytes(tensor: Tensor) -> int:
     return found
 
 
-def sized(gigabytes: float) -> Sizes:
+def sized(gigabytes: float, *, fp8: bool = False) -> Sizes:
     """A dense model of about that many bytes; layers make it up."""
-    one, two = (sum(map(n_bytes, tensors_of(replace(Sizes(), layers=n)))) for n in (4, 8))
-    return replace(Sizes(), layers=max(4, 4 + 4 * round((gigabytes * 1e9 - one) / (two - one))))
+    one, two = (sum(map(n_bytes, tensors_of(replace(Sizes(), layers=n, fp8=fp8)))) for n in (4, 8))
+    return replace(Sizes(), fp8=fp8, layers=max(4, 4 + 4 * round((gigabytes * 1e9 - one) / (two - one))))
 
 
 def write_checkpoint(folder: Path, sizes: Sizes, n_shards: int, sparse: bool) -> None:
@@ -172,8 +196,8 @@ def _write_shard(path: Path, tensors: Sequence[Tensor], *, seed: int, sparse: bo
     import numpy as np  # in the process that makes the files alone: the parent's peak counts as its children's
 
     random = np.random.default_rng(seed)
-    # Without the highest bit of the exponent every bfloat16 is finite, and below two.
-    noise = memoryview((random.integers(0, 1 << 16, 32 << 20, dtype="<u2") & 0xBFFF).tobytes())
+    # Without the highest bit of the exponent every bfloat16 and every FP8 value is finite, and below two.
+    noise = memoryview((random.integers(0, 1 << 16, 32 << 20, dtype="<u2") & 0xBFBF).tobytes())
     infos, end = [], 0
     for tensor in tensors:
         begin, end = end, end + n_bytes(tensor)
@@ -255,6 +279,7 @@ def config_of(sizes: Sizes) -> dict[str, object]:
         "vision_config": {"in_channels": 3, "depth": sizes.vision_blocks},
         "image_token_id": 45,
         "video_token_id": 46,
+        **({"quantization_config": FP8_CONFIG} if sizes.fp8 else {}),
     }
 
 
@@ -302,26 +327,41 @@ def folder_bytes(folder: Path) -> int:
 
 def bench_convert(folder: Path, gigabytes: float, *, n_rounds: int, with_mlx_lm: bool, cold: bool) -> None:
     """Print the rows of one size."""
-    source, target = folder / "source", folder / "target"
-    make(source, sized(gigabytes), max(2, round(gigabytes / 2)))
-    os.sync()
-    commands: dict[str, tuple[str | Path, ...]] = {
-        "`cp -r`": ("cp", "-r", source, target),
-        "`qwen35 convert`": (*CONVERT, source, target),
-    }
+    commands: Commands = {"`cp -r`": ("cp", "-r"), "`qwen35 convert`": CONVERT}
     if with_mlx_lm:
-        commands["mlx-lm, lazy load and save"] = (sys.executable, "-c", MLX_LM, source, target)
+        commands["mlx-lm, lazy load and save"] = (sys.executable, "-c", MLX_LM)
+    _bench(folder, sized(gigabytes), commands, n_rounds=n_rounds, cold=cold)
+
+
+def bench_schemes(folder: Path, gigabytes: float, *, n_rounds: int, with_mlx_lm: bool, cold: bool) -> None:
+    """Print the rows of an FP8 source of one size, which mlx-lm cannot load, and of a plain one that is quantised."""
+    commands: Commands = {"`cp -r` of FP8": ("cp", "-r"), "`qwen35 convert --dequantize`": (*CONVERT, "--dequantize")}
+    _bench(folder, sized(gigabytes, fp8=True), commands, n_rounds=n_rounds, cold=cold)
+    commands = {"`cp -r`": ("cp", "-r"), "`qwen35 convert --quantize 4`": (*CONVERT, "--quantize", "4")}
+    if with_mlx_lm:
+        commands["mlx-lm, load, quantise and save"] = (sys.executable, "-c", MLX_LM_QUANTIZE)
+    _bench(folder, sized(gigabytes), commands, n_rounds=n_rounds, cold=cold)
+
+
+Commands = dict[str, tuple[str | Path, ...]]
+
+
+def _bench(folder: Path, sizes: Sizes, commands: Commands, *, n_rounds: int, cold: bool) -> None:
+    """Print a row for each command; `cp -r` is the first."""
+    source, target = folder / "source", folder / "target"
+    make(source, sizes, max(2, round(sum(map(n_bytes, tensors_of(sizes))) / 2e9)))
+    os.sync()
     runs: dict[str, list[Run]] = {name: [] for name in commands}
     written = {}
     for i in range(n_rounds):
         for name in list(commands)[:: 1 if i % 2 == 0 else -1]:
             if cold:
                 evict(source)
-            runs[name].append(run(commands[name]))
+            runs[name].append(run((*commands[name], source, target)))
             written[name] = folder_bytes(target)
             shutil.rmtree(target)
             os.sync()
-    n_read, copy = folder_bytes(source), statistics.median(one.seconds for one in runs["`cp -r`"])
+    n_read, copy = folder_bytes(source), statistics.median(one.seconds for one in next(iter(runs.values())))
     for name, found in runs.items():
         seconds = [one.seconds for one in found]
         middle, peak = statistics.median(seconds), max(one.peak_bytes for one in found)
@@ -358,6 +398,7 @@ def main() -> None:
     parser.add_argument("--gb", default="1,4,8", help="sizes in GB, with commas; empty for inspect alone")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mlx-lm", action="store_true", help="time mlx-lm's load and save too")
+    parser.add_argument("--schemes", action="store_true", help="time what is dequantised and quantised instead")
     parser.add_argument("--cold", action="store_true", help="drop the source from the page cache before each run")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.folder, prefix="qwen35-bench-") as made:
@@ -365,8 +406,11 @@ def main() -> None:
         if sizes:
             print("| source | command | time | least-most | of `cp -r` | CPU | peak memory | written |")
             print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+        bench = bench_schemes if asked.schemes else bench_convert
         for gigabytes in sizes:
-            bench_convert(Path(made), gigabytes, n_rounds=asked.rounds, with_mlx_lm=asked.mlx_lm, cold=asked.cold)
+            bench(Path(made), gigabytes, n_rounds=asked.rounds, with_mlx_lm=asked.mlx_lm, cold=asked.cold)
+        if asked.schemes:
+            return
         bench_inspect(Path(made), asked.rounds)
 
 

@@ -96,7 +96,8 @@ def test_a_name_without_a_rule_is_none(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "model.layers.0.mlp.up_proj.weight_scale_inv",
+        "model.layers.0.mlp.up_proj.weight_scale",
+        "model.layers.0.input_layernorm.weight_scale_inv",
         "model.layers.0.mlp.up_proj.lora_A.weight",
         "model.layers.0.input_layernorm.bias",
         "lm_head",
@@ -106,6 +107,23 @@ def test_a_known_module_with_a_strange_parameter_is_not_known(name: str) -> None
     place = parse_name(name)
     assert place is not None
     assert not is_known(place)
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("model.layers.0.mlp.up_proj.weight_scale_inv", Role.LINEAR),
+        ("model.layers.0.mlp.experts.gate_up_proj_scale_inv", Role.FUSED_EXPERTS),
+        ("model.language_model.layers.0.mlp.experts.7.down_proj.weight_scale_inv", Role.EXPERT),
+    ],
+)
+def test_the_scales_of_fp8_blocks_stand_where_their_weight_does(name: str, role: Role) -> None:
+    place, weight = parse_name(name), parse_name(name.removesuffix("_scale_inv"))
+    assert place is not None
+    assert weight is not None
+    assert (place.module, place.role, place.expert) == (weight.module, role, weight.expert)
+    assert place.parameter == "weight_scale_inv"
+    assert is_known(place)
 
 
 def test_wrappers_and_doubled_prefixes_are_counted() -> None:

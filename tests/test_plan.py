@@ -237,9 +237,9 @@ REFUSED: dict[str, tuple[Callable[[tiny.Tensors], tiny.Tensors], str]] = {
         replaced("model.language_model.norm.weight", lambda v: np.full_like(v, np.nan)),
         "NaN or infinity in 1 gains",
     ),
-    "FP8 in blocks": (added(f"{LAYER}linear_attn.out_proj.weight_scale_inv", Z), "FP8 in blocks: 1 tensors"),
-    "AWQ": (added(f"{LAYER}linear_attn.out_proj.qzeros", Z), "AWQ or GPTQ: 1 tensors"),
-    "NVFP4": (added(f"{LAYER}linear_attn.out_proj.weight_global_scale", Z), "NVFP4 (compressed-tensors): 1 tensors"),
+    "FP8 in blocks": (added(f"{LAYER}linear_attn.out_proj.weight_scale_inv", Z), "FP8 in blocks: 1 modules"),
+    "AWQ": (added(f"{LAYER}linear_attn.out_proj.qzeros", Z), "AWQ or GPTQ: 1 modules"),
+    "NVFP4": (added(f"{LAYER}linear_attn.out_proj.weight_global_scale", Z), "NVFP4 (compressed-tensors): 1 modules"),
     "a scale without its packing": (added(f"{LAYER}linear_attn.out_proj.scales", Z), "a scale beside a BF16 weight"),
     "a packed weight without scales": (
         replaced(f"{LAYER}linear_attn.out_proj.weight", lambda v: np.zeros((24, 8), np.uint32)),

@@ -12,7 +12,8 @@ from qwen35conv.facts.header import Dtype, build_header
 from qwen35conv.fixes import fixed
 from qwen35conv.planning.pieces import Fix, Piece, Rule, Write
 from qwen35conv.planning.plan import PlanShard
-from qwen35conv.writing.steps import METADATA, rows_of, steps_of
+from qwen35conv.planning.rows import rows_of
+from qwen35conv.writing.steps import METADATA, steps_of
 
 
 def copied(name: str, *pieces: Piece) -> Write:
@@ -86,8 +87,8 @@ def test_a_computed_tensor_comes_in_small_parts_that_join_to_the_whole(n_rows: i
     shape = (n_rows, 2, 16, 18, 3)
     write = Write("p", Dtype.BF16, shape, (piece,), Fix.PATCH_AXES, Rule.PATCH, Dtype.BF16, patch.shape, ("s",))
     parts = list(rows_of(write))
-    assert max(part.n_bytes for _, part in parts) <= 4 << 20
-    joined = b"".join(fixed(one, raw[part.begin - 100 : part.end - 100]) for one, part in parts)
+    assert max(part.n_bytes for part in parts) <= 4 << 20
+    joined = b"".join(fixed(part, raw[part.pieces[0].begin - 100 : part.pieces[0].end - 100]) for part in parts)
     assert joined == np.ascontiguousarray(patch.transpose(0, 2, 3, 4, 1)).tobytes()
     assert joined == fixed(write, raw)
 
@@ -96,7 +97,7 @@ def test_rows_larger_than_a_part_come_one_by_one() -> None:
     shape = (3, 3, 1, 1000, 1001)
     piece = Piece("a", 0, 2 * int(np.prod(shape)))
     write = Write("p", Dtype.BF16, (3, 1, 1000, 1001, 3), (piece,), Fix.PATCH_AXES, Rule.PATCH, Dtype.BF16, shape, ())
-    assert [one.source_shape[0] for one, _ in rows_of(write)] == [1, 1, 1]
+    assert [part.source_shape[0] for part in rows_of(write)] == [1, 1, 1]
 
 
 def test_a_cast_gain_grows_part_by_part() -> None:

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from qwen35conv.errors import CheckpointError, SourceError
-from qwen35conv.facts.header import LFS_POINTER, has_more_values, no_duplicates
+from qwen35conv.facts.header import LFS_POINTER, Dtype, has_more_values, no_duplicates
 
 DENSE, SPARSE = "qwen3_5", "qwen3_5_moe"
 _FAMILY = {
@@ -18,7 +18,10 @@ _FAMILY = {
     "qwen3_5_moe": SPARSE,
     "qwen3_5_moe_text": SPARSE,
 }
-MLX_MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
+MODE_DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}  # group size, bits
+MLX_MODES = tuple(MODE_DEFAULTS)
+AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
+_CASTS = {"bfloat16": Dtype.BF16, "float16": Dtype.F16, "float32": Dtype.F32}
 DEFAULT_THETA = 10_000_000.0
 _MAX_LAYERS = 4096  # far above any release; a bound for the tables made from it
 _MAX_SIZE = 2**31
@@ -95,6 +98,9 @@ class ModelConfig:
     vision_channels: int
     quantization: Quantization | None
     foreign_scheme: str | None  # quant_method of a scheme that is not MLX's
+    foreign_bits: tuple[int, ...]  # bits a weight in that scheme, as far as config.json says; of several groups each
+    fp8_block: tuple[int, int] | None  # rows and columns that share a scale; None: not FP8 in blocks
+    cast_dtype: Dtype | None  # what mlx-lm casts weights to before it quantises them; None: nothing
     document: Mapping[str, Any]  # config.json as it stands, to be edited, never asked for sizes
 
     @property
@@ -202,6 +208,9 @@ def parse_config(where: str, raw: bytes) -> ModelConfig:
         vision_channels=_vision_channels(where, document),
         quantization=_quantization(where, document, text),
         foreign_scheme=_foreign_scheme(document, text),
+        foreign_bits=_foreign_bits(document, text),
+        fp8_block=_fp8_block(where, document, text),
+        cast_dtype=_cast_dtype(document, text),
         document=document,
     )
 
@@ -315,18 +324,43 @@ def _quantization_entries(document: Mapping[str, Any], text: Mapping[str, Any]) 
 
 
 def _quantization(where: str, document: Mapping[str, Any], text: Mapping[str, Any]) -> Quantization | None:
-    """MLX's entry: it has `group_size` and `bits` but no `quant_method`."""
+    """MLX's entry: it has `group_size` and `bits` but no `quant_method`; else that of a packer which writes its own."""
     for entry in _quantization_entries(document, text):
         if "quant_method" in entry or not ("bits" in entry or "mode" in entry):
             continue
         default = _module_quantization(where, entry)
+        inherited = _plain(entry)
+        if default.mode in MLX_MODES:  # whose loaders take an entry without a mode for affine, whatever the default
+            inherited.pop("mode", None)
         modules = {
-            name: None if value is False else _module_quantization(where, {**_plain(entry), **value})
+            name: None if value is False else _module_quantization(where, {**inherited, **value})
             for name, value in entry.items()
             if value is False or isinstance(value, dict)
         }
         return Quantization(default, modules)
-    return None
+    return _auto_round(where, _foreign_entry(document, text))
+
+
+def _auto_round(where: str, entry: Mapping[str, Any]) -> Quantization | None:
+    """AutoRound's entry, in MLX's terms: its exports for MLX are packed alike, and keep its own keys."""
+    if entry.get("quant_method") not in AUTO_ROUND or "bits" not in entry:
+        return None
+    extra = entry.get("extra_config")
+    layers = extra if isinstance(extra, dict) else {}
+    return Quantization(
+        _round_packing(where, entry),
+        {
+            name: None if value.get("bits") == 16 else _round_packing(where, {**_plain(entry), **value})
+            for name, value in layers.items()
+            if isinstance(value, dict)
+        },
+    )
+
+
+def _round_packing(where: str, entry: Mapping[str, Any]) -> ModuleQuantization:
+    kind, bits = str(entry.get("data_type", "int")), entry.get("bits")
+    mode = f"mxfp{bits}" if kind.startswith("mx_fp") else f"nvfp{bits}" if kind.startswith("nv_fp") else "affine"
+    return _module_quantization(where, {key: entry.get(key) for key in ("bits", "group_size")} | {"mode": mode})
 
 
 def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -338,14 +372,15 @@ def _module_quantization(where: str, entry: Mapping[str, Any]) -> ModuleQuantiza
     read = _Reader(f"{where}: quantization", entry)
     if not isinstance(mode, str):
         raise read.fail("mode", "a name")
-    return ModuleQuantization(group_size=read.size("group_size", 64), bits=_bits(read, mode), mode=mode)
+    group_size, _ = MODE_DEFAULTS.get(mode, (64, 4))
+    return ModuleQuantization(group_size=read.size("group_size", group_size), bits=_bits(read, mode), mode=mode)
 
 
 def _bits(read: _Reader, mode: str) -> int:
     """Bits a value; a mode that MLX does not know may count them as it likes."""
     if mode not in MLX_MODES and not isinstance(read.entries.get("bits"), int):
         return 0
-    return read.size("bits", 4, maximum=64)
+    return read.size("bits", MODE_DEFAULTS.get(mode, (64, 4))[1], maximum=64)
 
 
 def _foreign_scheme(document: Mapping[str, Any], text: Mapping[str, Any]) -> str | None:
@@ -353,3 +388,43 @@ def _foreign_scheme(document: Mapping[str, Any], text: Mapping[str, Any]) -> str
         if isinstance(method := entry.get("quant_method"), str):
             return method
     return None
+
+
+def _foreign_entry(document: Mapping[str, Any], text: Mapping[str, Any]) -> Mapping[str, Any]:
+    entries = _quantization_entries(document, text)
+    return next((entry for entry in entries if isinstance(entry.get("quant_method"), str)), {})
+
+
+def _foreign_bits(document: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[int, ...]:
+    """Bits of each group of modules, under the spellings of the schemes' own writers."""
+    entry = _foreign_entry(document, text)
+    groups = entry.get("config_groups")
+    inner = (
+        [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+        if isinstance(groups, dict)
+        else []
+    )
+    found = [weights.get("num_bits") for weights in inner if isinstance(weights, dict)]
+    found += [entry.get(key) for key in ("bits", "w_bit")]
+    found += [
+        n for key, n in (("load_in_4bit", 4), ("_load_in_4bit", 4), ("load_in_8bit", 8)) if entry.get(key) is True
+    ]
+    return tuple(sorted({n for n in found if type(n) is int and 0 < n <= 32}))
+
+
+def _fp8_block(where: str, document: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[int, int] | None:
+    entry = _foreign_entry(document, text)
+    if entry.get("quant_method") != "fp8":
+        return None
+    block = entry.get("weight_block_size", [128, 128])
+    if block is None:  # one scale a tensor
+        return None
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and 0 < n <= _MAX_SIZE for n in block):
+        raise _Reader(f"{where}: quantization_config", entry).fail("weight_block_size", "two whole numbers")
+    return block[0], block[1]
+
+
+def _cast_dtype(document: Mapping[str, Any], text: Mapping[str, Any]) -> Dtype | None:
+    """As mlx-lm looks for it: `torch_dtype` at the top, else `dtype` of the text model."""
+    named = document.get("torch_dtype") or text.get("dtype")
+    return _CASTS.get(named) if isinstance(named, str) else None

@@ -6,7 +6,7 @@ Both generations and text-only exports are read, specific before general: vision
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 
@@ -24,6 +24,7 @@ WRAPPERS = frozenset(
 )
 _FIRST_WRAPPER = "module"  # of data parallel training; a wrapper only in front
 PARAMETERS = ("weight", "scales", "biases", "bias")
+BLOCK_SCALE = "_scale_inv"  # behind the name of an FP8 weight: its scales
 _OUTER = frozenset({"model", "language_model"})
 
 
@@ -109,6 +110,9 @@ def parse_name(name: str) -> Place | None:
 
     A known module with a parameter that no rule knows has the role of the module; `is_known` tells them apart.
     """
+    if name.endswith(BLOCK_SCALE):
+        place = parse_name(name.removesuffix(BLOCK_SCALE))
+        return place and replace(place, parameter=f"{place.parameter or 'weight'}{BLOCK_SCALE}")
     parts = name.split(".")
     kept = [part for part in parts if part not in WRAPPERS]
     if len(kept) > 1 and kept[0] == _FIRST_WRAPPER:
@@ -143,7 +147,9 @@ def is_known(place: Place) -> bool:
     if place.role in (Role.DECAY, Role.BUFFER):
         return not place.parameter
     if place.role in _QUANTISABLE:
-        return place.parameter in PARAMETERS or (place.role is Role.FUSED_EXPERTS and not place.parameter)
+        return place.parameter in (*PARAMETERS, f"weight{BLOCK_SCALE}") or (
+            place.role is Role.FUSED_EXPERTS and not place.parameter
+        )
     return place.parameter == "weight"
 
 

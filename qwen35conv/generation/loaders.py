@@ -52,6 +52,7 @@ class Artifact:
     has_mtp: bool
     gains: Stored | None  # None: mixed, or not known
     per_expert: bool = False  # mlp.experts.<e>.gate_proj.weight
+    unreadable: bool = False  # weights in a scheme that no MLX loader reads
     raw_quantization_keys: bool = False  # MLX-quantised, with per-module settings under names that are not canonical
 
 
@@ -144,6 +145,8 @@ def forecast(artifact: Artifact) -> tuple[Forecast, ...]:
 def _foresee(loader: Loader, artifact: Artifact) -> tuple[Outcome, str]:
     if artifact.per_expert and artifact.naming not in loader.stacks_experts:
         return Outcome.CANNOT, f"{Outcome.CANNOT.value}: per-expert names"
+    if artifact.unreadable:
+        return Outcome.CANNOT, f"{Outcome.CANNOT.value}: a quantisation that is not MLX's"
     if artifact.conv is ConvLayout.FLAT:
         return Outcome.CANNOT, f"{Outcome.CANNOT.value}: conv1d.weight has two axes"
     if artifact.raw_quantization_keys and loader.foreign_widths is not Outcome.RIGHT:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from qwen35conv.facts.checkpoint import SourceTensor
-from qwen35conv.facts.header import Dtype
+from qwen35conv.facts.config import ModuleQuantization
+from qwen35conv.facts.header import Dtype, n_bytes_of
 
 
 class Fix(Enum):
@@ -18,6 +19,8 @@ class Fix(Enum):
     SUBTRACT_ONE = "subtract one"
     CAST = "cast"  # a gain written in another dtype, value unchanged
     PATCH_AXES = "patch axes"  # [O, C, T, H, W] -> [O, T, H, W, C]
+    DEQUANTIZE = "dequantize"  # FP8 values times the scales of their blocks
+    QUANTIZE = "quantize"  # one part of what MLX packs a weight into, dequantised before where it has blocks
 
 
 class Rule(Enum):
@@ -31,6 +34,8 @@ class Rule(Enum):
     SPLIT = "fused experts split"
     STACK = "experts stacked"
     PATCH = "patch embedding transposed"
+    DEQUANTIZE = "dequantized"
+    QUANTIZE = "quantized"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,42 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """How an FP8 weight is scaled: for each of its pieces, which hold rows of one matrix, the rows of scales over them.
+
+    A scale covers `n_rows` x `n_columns` values; `first_rows` are rows of a piece's first block that lie before it.
+    """
+
+    pieces: tuple[Piece, ...]
+    first_rows: tuple[int, ...]
+    dtype: Dtype
+    n_rows: int
+    n_columns: int
+
+
+class Part(Enum):
+    """One of the tensors that a packed weight becomes, by its parameter's name."""
+
+    WEIGHT = "weight"
+    SCALES = "scales"
+    BIASES = "biases"
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """How a weight is packed, from values in `dtype`, and which part of it a write holds."""
+
+    quantization: ModuleQuantization
+    dtype: Dtype
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
 class Write:
-    """One canonical tensor: its pieces joined, then fixed. `source_dtype` is how the pieces are stored."""
+    """One canonical tensor: its pieces joined, then fixed. `source_dtype` is how the pieces are stored.
+
+    Of a weight that is dequantised or quantised (`blocks`, `packed`) each piece holds whole rows of one matrix.
+    """
 
     name: str
     dtype: Dtype
@@ -60,12 +99,25 @@ class Write:
     source_dtype: Dtype
     source_shape: tuple[int, ...]
     sources: tuple[str, ...]
+    blocks: Blocks | None = None
+    packed: Packed | None = None
 
     @property
     def n_bytes(self) -> int:
-        """Bytes written: the pieces' own, but for a gain that is cast."""
-        n_stored = sum(piece.n_bytes for piece in self.pieces)
-        return n_stored * self.dtype.n_bits // self.source_dtype.n_bits
+        """Bytes written."""
+        found = n_bytes_of(self.dtype, self.shape)
+        assert found is not None
+        return found
+
+    @property
+    def read_pieces(self) -> tuple[Piece, ...]:
+        """All that is read for it: the pieces, and the scales of their blocks."""
+        return self.pieces if self.blocks is None else self.pieces + self.blocks.pieces
+
+    @property
+    def n_columns(self) -> int:
+        """Values in a row as stored, of a weight that is dequantised or quantised."""
+        return self.source_shape[-1]
 
 
 @dataclass(frozen=True, slots=True)

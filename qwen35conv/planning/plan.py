@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 
 from qwen35conv.errors import CheckpointError, ConventionError
 from qwen35conv.facts.checkpoint import Checkpoint, Finding, Severity, SourceTensor, few
@@ -26,8 +27,10 @@ from qwen35conv.facts.layout import (
     is_known,
 )
 from qwen35conv.generation.convention import ConvLayout, Generation, Verdict, repair_shift
+from qwen35conv.planning.blocks import dequantized, pair_scales
 from qwen35conv.planning.experts import split_fused, stack_experts
 from qwen35conv.planning.inventory import check_inventory
+from qwen35conv.planning.packing import quantized
 from qwen35conv.planning.pieces import Fix, Rule, Skip, Write, copy_of, piece_of
 from qwen35conv.planning.scheme import check_scheme, packing
 from qwen35conv.planning.verdicts import Verdicts, conv_layout, judge_checkpoint
@@ -59,6 +62,8 @@ class Options:
     norm_dtype: NormDtype = NormDtype.SOURCE
     max_shard_bytes: int | None = None
     tie: bool = False  # a missing head is the embeddings
+    dequantize: bool = False  # FP8 in blocks becomes bfloat16
+    quantize: ModuleQuantization | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +127,13 @@ def make_plan(checkpoint: Checkpoint, options: Options | None = None, verdicts: 
     options = options or Options()
     verdicts = verdicts or judge_checkpoint(checkpoint)
     label, config = checkpoint.label, checkpoint.config
-    check_scheme(label, checkpoint.tensors, config)
+    check_scheme(label, checkpoint.tensors, config, dequantize=options.dequantize)
     modes = packing(config, checkpoint.tensors)
     _check_names(checkpoint, options, modes)
     _check_values(checkpoint)
+    weights, scales = pair_scales(label, checkpoint.tensors, config)
     shift = _shift(label, "trunk", verdicts.trunk, options)
-    regions = {region: [t for t in checkpoint.tensors if t.place and t.place.region is region] for region in Region}
+    regions = {region: [t for t in weights if t.place and t.place.region is region] for region in Region}
     head_shift = None
     if regions[Region.MTP] and options.mtp is not Mtp.DROP:
         head_shift = _head_shift(label, verdicts, options)
@@ -149,6 +155,12 @@ def make_plan(checkpoint: Checkpoint, options: Options | None = None, verdicts: 
         prefix = KEPT_MTP_PREFIX if options.mtp is Mtp.KEEP else SIDECAR_MTP_PREFIX
         heads = _text_writes(regions[Region.MTP], config, head_shift, options, prefix)
     skips += [_skip(t, "rotary buffer: computed anew") for t in text if t.place and t.place.role is Role.BUFFER]
+    skips += [_skip(scales[skip.name], skip.reason) for skip in skips if skip.name in scales]
+    if scales:
+        assert config.fp8_block is not None
+        writes, heads = (dequantized(group, weights, scales, config.fp8_block) for group in (writes, heads))
+    if options.quantize is not None:
+        writes, modes = _quantized(label, writes, config, modes, options.quantize)
 
     _check_unique(label, writes + heads)
     check_inventory(label, writes, config, tied=tied, modes=modes)
@@ -169,6 +181,21 @@ def make_plan(checkpoint: Checkpoint, options: Options | None = None, verdicts: 
         packing=modes,
         findings=tuple(findings),
     )
+
+
+def _quantized(
+    label: str,
+    writes: list[Write],
+    config: ModelConfig,
+    modes: Mapping[str, ModuleQuantization | None],
+    asked: ModuleQuantization,
+) -> tuple[list[Write], Mapping[str, ModuleQuantization | None]]:
+    if modes:
+        raise CheckpointError(
+            f"{label}: {len(modes)} modules are packed already: {few(modes)}",
+            hint="quantise the BF16 release instead; without --quantize what is packed rides through",
+        )
+    return quantized(label, writes, config, asked)
 
 
 def _check_names(checkpoint: Checkpoint, options: Options, modes: Mapping[str, ModuleQuantization | None]) -> None:
@@ -374,13 +401,15 @@ def _cut(writes: list[Write], order: Mapping[str, int], max_bytes: int | None, s
     ordered = sorted(writes, key=lambda write: (order[write.pieces[0].file], write.pieces[0].begin))
     groups: list[list[Write]] = []
     n_bytes, file = 0, ""
-    for write in ordered:
-        starts_new = write.pieces[0].file != file if max_bytes is None else n_bytes + write.n_bytes > max_bytes
+    for _, one in groupby(ordered, key=lambda write: write.pieces[0]):  # the parts of a packed weight stay together
+        together = list(one)
+        n_more, first = sum(write.n_bytes for write in together), together[0].pieces[0]
+        starts_new = first.file != file if max_bytes is None else n_bytes + n_more > max_bytes
         if starts_new or not groups:
             groups.append([])
-            n_bytes, file = 0, write.pieces[0].file
-        groups[-1].append(write)
-        n_bytes += write.n_bytes
+            n_bytes, file = 0, first.file
+        groups[-1] += together
+        n_bytes += n_more
     n = len(groups)
     return tuple(
         PlanShard(f"{stem}-{i:05d}-of-{n:05d}.safetensors", _aligned(group)) for i, group in enumerate(groups, 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -126,6 +126,8 @@ def options_document(plan: Plan) -> dict[str, Any]:
         "norm-dtype": options.norm_dtype.value,
         "max-shard-size": options.max_shard_bytes,
         "tie-embeddings": options.tie,
+        "dequantize": options.dequantize,
+        "quantize": None if options.quantize is None else asdict(options.quantize),
     }
 
 
@@ -157,4 +159,15 @@ def _tensor(shard: PlanShard, write: Write) -> dict[str, Any]:
     }
     if write.fix is not Fix.NONE:
         found |= {"fix": write.fix.value, "source_dtype": write.source_dtype.value}
+    if write.fix in (Fix.DEQUANTIZE, Fix.QUANTIZE):
+        found["n_columns"] = write.n_columns
+    if (blocks := write.blocks) is not None:
+        found["blocks"] = {
+            "pieces": [[piece.file, piece.begin, piece.end] for piece in blocks.pieces],
+            "first_rows": list(blocks.first_rows),
+            "dtype": blocks.dtype.value,
+            "shape": [blocks.n_rows, blocks.n_columns],
+        }
+    if (packed := write.packed) is not None:
+        found["packed"] = {"from": packed.dtype.value, "part": packed.part.value, **asdict(packed.quantization)}
     return found

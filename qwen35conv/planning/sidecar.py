@@ -6,15 +6,16 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from qwen35conv.errors import CheckpointError
 from qwen35conv.facts.checkpoint import CONFIG, INDEX, SUFFIX, Checkpoint, is_plain_name
-from qwen35conv.facts.config import SPARSE, LayerKind, ModelConfig
+from qwen35conv.facts.config import SPARSE, LayerKind, ModelConfig, ModuleQuantization
 from qwen35conv.facts.header import Dtype, shown
 from qwen35conv.facts.layout import Region, canonical_modules, parse_name
 from qwen35conv.generation.convention import MARKER_KEYS
+from qwen35conv.planning.packing import GATE, is_gate
 from qwen35conv.planning.plan import Mtp, Plan, PlanShard
 
 RECEIPT = "qwen35.json"
@@ -256,11 +257,16 @@ def _write_quantization(top: dict[str, Any], text: dict[str, Any], plan: Plan) -
     for key in _QUANTIZATION_KEYS:
         text.pop(key, None)
         top.pop(key, None)
+    if plan.options.quantize is not None:
+        top["quantization"] = _quantization(plan, plan.options.quantize)
+        top["quantization_config"] = copy.deepcopy(top["quantization"])
+        return
     if not plan.packing or not isinstance(entries[0], dict):
         return
+    entry = entries[0] if "quant_method" not in entries[0] else _entry_of(plan)
     modules = {write.name.rpartition(".")[0] for write in plan.writes()}
     renamed: dict[str, Any] = {}
-    for name, value in entries[0].items():
+    for name, value in entry.items():
         if not (isinstance(value, dict) or value is False):
             renamed[name] = value
             continue
@@ -279,6 +285,22 @@ def _write_quantization(top: dict[str, Any], text: dict[str, Any], plan: Plan) -
             renamed[module] = value
     top["quantization"] = renamed
     top["quantization_config"] = copy.deepcopy(renamed)
+
+
+def _entry_of(plan: Plan) -> dict[str, Any]:
+    """MLX's entry for what was packed under another one's keys."""
+    quantization = plan.checkpoint.config.quantization
+    assert quantization is not None
+    return {
+        **asdict(quantization.default),
+        **{name: False if how is None else asdict(how) for name, how in quantization.modules.items()},
+    }
+
+
+def _quantization(plan: Plan, asked: ModuleQuantization) -> dict[str, Any]:
+    """The entry that mlx-lm writes: what was asked for, and the router gates, whose mode is MLX's default."""
+    gates = {module: {"group_size": GATE.group_size, "bits": GATE.bits} for module in plan.packing if is_gate(module)}
+    return {"group_size": asked.group_size, "bits": asked.bits, "mode": asked.mode, **gates}
 
 
 def _flat(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:

@@ -44,7 +44,19 @@ def inspection_document(inspection: Inspection, *, all_tensors: bool) -> dict[st
         },
         "problem": None if problem is None else _problem(problem),
         "plan": None if plan is None else plan_document(plan, all_tensors=all_tensors),
-        "repair": None if inspection.remedy is None else plan_document(inspection.remedy, all_tensors=all_tensors),
+        "schemes": [
+            {
+                "name": scheme.name,
+                "n_modules": len(scheme.modules),
+                "modules": list(scheme.modules) if all_tensors else list(scheme.modules[:3]),
+                "bits": list(scheme.bits),
+                "can_dequantize": scheme.can_dequantize,
+                "advice": scheme.advice,
+            }
+            for scheme in inspection.schemes
+        ],
+        "repair": _remedy(inspection, all_tensors) if inspection.is_repair else None,
+        "dequantize": None if inspection.is_repair else _remedy(inspection, all_tensors),
         "config_edits": edits_document(inspection.edits),
         "side_files": files_document(inspection.files),
         "findings": findings_document(inspection.findings),
@@ -57,6 +69,10 @@ def inspection_document(inspection: Inspection, *, all_tensors: bool) -> dict[st
     if all_tensors and inspection.shown_plan is None:
         document["tensors"] = [_stored(tensor) for tensor in inspection.checkpoint.tensors]
     return document
+
+
+def _remedy(inspection: Inspection, all_tensors: bool) -> dict[str, Any] | None:
+    return None if inspection.remedy is None else plan_document(inspection.remedy, all_tensors=all_tensors)
 
 
 def preparation_document(preparation: Preparation, *, all_tensors: bool = False) -> dict[str, Any]:

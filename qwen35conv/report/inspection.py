@@ -12,6 +12,7 @@ from qwen35conv.facts.checkpoint import Severity
 from qwen35conv.facts.layout import Region
 from qwen35conv.generation.loaders import LOADERS, Outcome
 from qwen35conv.inspection import dtype_shares, is_named, needs_conversion, next_command, sketch
+from qwen35conv.planning.scheme import SchemeError
 from qwen35conv.report.console import show_document
 from qwen35conv.report.documents import inspection_document
 from qwen35conv.report.gain_picture import Cell, Strip, Tone, folds, glyph_of, histogram, make_strips, odd_marks, ruler
@@ -113,6 +114,9 @@ def _show_headline(page: Page, inspection: Inspection) -> None:
     if n := regions[None]:
         parts.append(f"names that no rule knows {n:,}")
     page.line(f"{counted(len(checkpoint.tensors), 'tensor')}: {', '.join(parts)}")
+    for scheme in inspection.schemes:
+        page.line(("quantised  ", "yellow"), str(scheme), hang=11)
+        page.line(f"{'':11}", scheme.advice, hang=11)
 
 
 def _percent(share: float) -> str:
@@ -194,8 +198,7 @@ def _show_fate(page: Page, inspection: Inspection, all_tensors: bool) -> None:
     plan = inspection.shown_plan
     problem = inspection.problem
     if problem is not None:
-        why = "without --repair" if inspection.remedy is not None else "as the verdict stands"
-        page.heading(("Does not convert", "bold red"), f"  {problem if _is_news(inspection) else why}")
+        page.heading(("Does not convert", "bold red"), f"  {_why(inspection)}")
     if plan is None:
         if all_tensors:
             page.heading("Tensors")
@@ -204,12 +207,22 @@ def _show_fate(page: Page, inspection: Inspection, all_tensors: bool) -> None:
     if plan.is_identity:
         page.heading("Nothing to do", ("  every tensor is as it should be", ""))
     else:
-        page.heading("What --repair would do" if inspection.plan is None else "What converting would do")
+        option = "--repair" if inspection.is_repair else "--dequantize"
+        page.heading(f"What {option} would do" if inspection.plan is None else "What converting would do")
         show_tallies(page, plan)
         show_files(page, plan, inspection.edits, inspection.files, brief=True)
     if all_tensors:
         page.heading("Tensors")
         page.list(tensor_lines(plan))
+
+
+def _why(inspection: Inspection) -> str:
+    """Why a checkpoint does not convert, as far as it does not stand above."""
+    if inspection.remedy is not None:
+        return "without --repair" if inspection.is_repair else "without --dequantize"
+    if isinstance(inspection.problem, SchemeError):
+        return "MLX cannot read the quantisation named above"
+    return str(inspection.problem) if _is_news(inspection) else "as the verdict stands"
 
 
 def _is_news(inspection: Inspection) -> bool:

@@ -7,8 +7,9 @@ from dataclasses import replace
 from qwen35conv.errors import ConventionError
 from qwen35conv.facts.checkpoint import Checkpoint, few
 from qwen35conv.facts.header import Dtype
-from qwen35conv.facts.layout import KEPT_MTP_PREFIX, VISION_PREFIX, Region, Role, parse_name
+from qwen35conv.facts.layout import BLOCK_SCALE, KEPT_MTP_PREFIX, VISION_PREFIX, Region, Role, parse_name
 from qwen35conv.planning.plan import Mtp, NormDtype, Options, Plan, make_plan
+from qwen35conv.planning.scheme import packing
 from qwen35conv.verify.check import Check, OnProgress, Value
 from qwen35conv.view import View
 
@@ -30,6 +31,7 @@ def plan_like(original: Checkpoint, result: Plan) -> Plan:
     Raises what `make_plan` does.
     """
     names = {write.name: write for write in result.writes()}
+    packed = result.checkpoint.config.quantization if result.packing else None
     gains = {w.dtype for w in names.values() if (place := parse_name(w.name)) and place.role is Role.GAIN}
     options = Options(
         keep_vision=any(name.startswith(VISION_PREFIX) for name in names),
@@ -37,6 +39,8 @@ def plan_like(original: Checkpoint, result: Plan) -> Plan:
         norm_dtype=NormDtype.FLOAT32 if gains == {Dtype.F32} else NormDtype.SOURCE,
         tie=result.tied,
         repair=True,
+        dequantize=any(tensor.name.endswith(BLOCK_SCALE) for tensor in original.tensors),
+        quantize=packed.default if packed is not None and not packing(original.config, original.tensors) else None,
     )
     return make_plan(original, options)
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qwen35conv.errors import SourceError
-from qwen35conv.fixes import fixed
+from qwen35conv.fixes import computed, packed
 from qwen35conv.planning.pieces import Fix, Piece, Write
 from qwen35conv.planning.plan import PlanShard
 from qwen35conv.source import Source
 from qwen35conv.writing.journal import Finished, destination_error
 from qwen35conv.writing.publish import Partial, check_destination, publishing, settle
-from qwen35conv.writing.steps import METADATA, Step, rows_of, steps_of
+from qwen35conv.writing.steps import METADATA, Packing, Step, steps_of
 from qwen35conv.writing.transfer import BUFFER_BYTES, ReadFailedError, begin_flush, move, write_all
 
 __all__ = [
@@ -94,7 +94,7 @@ class _Growing:
         self.checksum = checksum
         self.path = partial.temporary(shard.file)
         steps = steps_of(shard)
-        files = {piece.file for write in shard.writes for piece in write.pieces}
+        files = {piece.file for write in shard.writes for piece in write.read_pieces}
         self.identities = {file: source.identity(file) for file in sorted(files)}
         self.is_slow = any(source.local_path(file) is None for file in files)  # worth going on from inside
         self.n_bytes = sum(step.n_bytes for step in steps)
@@ -134,6 +134,9 @@ class _Growing:
             on_bytes(step.n_bytes)
         elif isinstance(step.content, Piece):
             self._copy(step.content, step.offset, target, stop, on_bytes)
+        elif isinstance(step.content, Packing):
+            self._pack(step.content, target, stop)
+            on_bytes(step.n_bytes)
         else:
             self._compute(step.content, step.offset, target, stop)
             on_bytes(step.n_bytes)
@@ -194,10 +197,20 @@ class _Growing:
             on_bytes(len(raw))
 
     def _compute(self, write: Write, offset: int, target: int, stop: threading.Event) -> None:
-        for part, piece in rows_of(write):
-            content = fixed(part, b"".join(self.source.stream(piece.file, piece.begin, piece.end, stop)))
+        for content in computed(self.source, write):
+            if stop.is_set():
+                raise _StoppedError
             write_all(target, content, offset)
             offset += len(content)
+
+    def _pack(self, packing: Packing, target: int, stop: threading.Event) -> None:
+        offsets = {write.packed.part: offset for write, offset in packing.parts if write.packed is not None}
+        for contents in packed(self.source, packing.parts[0][0]):
+            if stop.is_set():
+                raise _StoppedError
+            for part, content in contents.items():
+                write_all(target, content, offsets[part])
+                offsets[part] += len(content)
 
     def _check_source(self) -> None:
         for file, identity in self.identities.items():
