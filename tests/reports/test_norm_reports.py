@@ -443,8 +443,10 @@ def test_c08_one_is_added_in_float32_and_rounded_once(
         np.testing.assert_array_equal(got, exact.astype(np.float32))
         return
     # Of the two neighbours in the dtype none lies nearer to the exact sum.
-    step = np.abs(np.nextafter(got, np.array(9, dtype)).astype(np.float64) - got.astype(np.float64)) \
-        if dtype == np.dtype("f2") else np.abs(np.spacing(got.astype(np.float32))).astype(np.float64) * 2**16  # fmt: skip
+    if dtype == np.dtype("f2"):
+        step = np.abs(np.nextafter(got, np.array(9, dtype)).astype(np.float64) - got.astype(np.float64))
+    else:
+        step = np.abs(np.spacing(got.astype(np.float32))).astype(np.float64) * 2**16
     assert (np.abs(got.astype(np.float64) - exact) <= step / 2).all()
     kept = convert(source, home / "exact", "--no-verify", "--norm-dtype", "float32")
     assert kept.code == 0
