@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -17,16 +18,16 @@ from qwen35conv.source import Source, values_of
 _SHIFTS = {Fix.ADD_ONE: 1.0, Fix.SUBTRACT_ONE: -1.0, Fix.CAST: 0.0}
 
 
-def computed(source: Source, write: Write) -> Iterator[bytes]:
-    """The bytes of a canonical tensor, read and fixed a few MB at a time."""
+def computed(source: Source, write: Write, stop: threading.Event | None = None) -> Iterator[bytes]:
+    """The bytes of a canonical tensor, read and fixed a few MB at a time; `stop` ends a slow read."""
     for part in rows_of(write):
-        yield fixed(part, read_pieces(source, part.pieces), _scales(source, part))
+        yield fixed(part, read_pieces(source, part.pieces, stop), _scales(source, part, stop))
 
 
-def packed(source: Source, write: Write) -> Iterator[Mapping[Part, bytes]]:
+def packed(source: Source, write: Write, stop: threading.Event | None = None) -> Iterator[Mapping[Part, bytes]]:
     """The bytes of every part that a quantised weight becomes, a few MB at a time; `write` is any of them."""
     for part in rows_of(write):
-        yield _packed(part, read_pieces(source, part.pieces), _scales(source, part))
+        yield _packed(part, read_pieces(source, part.pieces, stop), _scales(source, part, stop))
 
 
 def fixed(write: Write, raw: bytes, scales: bytes = b"") -> bytes:
@@ -50,8 +51,10 @@ def fixed(write: Write, raw: bytes, scales: bytes = b"") -> bytes:
     return _stored(write.dtype, values)
 
 
-def read_pieces(source: Source, pieces: tuple[Piece, ...]) -> bytes:
-    """The bytes of all pieces, joined; neighbours in one file are read at once."""
+def read_pieces(source: Source, pieces: tuple[Piece, ...], stop: threading.Event | None = None) -> bytes:
+    """The bytes of all pieces, joined; neighbours in one file are read at once. `stop` ends a slow read."""
+    if len(pieces) == 1:
+        return b"".join(source.stream(pieces[0].file, pieces[0].begin, pieces[0].end, stop))
     parts: list[bytes] = []
     begin = 0
     while begin < len(pieces):
@@ -62,8 +65,8 @@ def read_pieces(source: Source, pieces: tuple[Piece, ...]) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _scales(source: Source, write: Write) -> bytes:
-    return b"" if write.blocks is None else read_pieces(source, write.blocks.pieces)
+def _scales(source: Source, write: Write, stop: threading.Event | None) -> bytes:
+    return b"" if write.blocks is None else read_pieces(source, write.blocks.pieces, stop)
 
 
 def _packed(write: Write, raw: bytes, scales: bytes) -> Mapping[Part, bytes]:

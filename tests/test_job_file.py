@@ -18,6 +18,7 @@ from qwen35conv.batch.jobs import EXAMPLE, Job, read_jobs, take_slice, write_exa
 from qwen35conv.batch.settings import KEYS, Settings
 from qwen35conv.cli import app
 from qwen35conv.errors import DestinationError
+from qwen35conv.facts.config import ModuleQuantization
 from qwen35conv.generation.convention import Generation
 from qwen35conv.planning.plan import Mtp, NormDtype
 
@@ -269,3 +270,14 @@ def test_the_readme_shows_a_job_file_and_workflows_that_hold(tmp_path: Path) -> 
     known = {option for parameter in commands_of("batch") for option in parameter.opts}
     for command in commands:
         assert set(re.findall(r"--[a-z-]+", command)) <= known
+
+
+def test_a_job_quantises_as_convert_does(tmp_path: Path) -> None:
+    job = 'source = "a"\ndestination = "b"\n'
+    (made,) = read(tmp_path, "jobs.toml", f"[[job]]\n{job}quantize = 4\ngroup-size = 32\ndequantize = true\n")
+    assert made.settings.options.dequantize
+    assert made.settings.options.quantize == ModuleQuantization(group_size=32, bits=4, mode="affine")
+    for wrong, told in (("mode = 'mxfp4'", "mode needs quantize"), ("quantize = 7", "affine packing has")):
+        found = error(tmp_path, "jobs.toml", f"[[job]]\n{job}{wrong}\n")
+        assert told in str(found)
+        assert "4" in str(found)  # the line

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from qwen35conv.batch.job_file import Entry, JobFile
+from qwen35conv.facts.config import MODE_DEFAULTS, ModuleQuantization
 from qwen35conv.generation.convention import Generation
+from qwen35conv.planning.packing import packing_of
 from qwen35conv.planning.plan import Mtp, NormDtype, Options
 from qwen35conv.quantities import parse_size, parse_token_ids
 
@@ -78,10 +80,25 @@ def make_settings(file: JobFile, entry: Entry, folder: Path) -> tuple[dict[str, 
             norm_dtype=values.get("norm-dtype", NormDtype.SOURCE),
             max_shard_bytes=values.get("max-shard-size"),
             tie=values.get("tie-embeddings", False),
+            dequantize=values.get("dequantize", False),
+            quantize=_packing(file, values, entry),
         ),
         verifying=Verifying(**{key.replace("-", "_"): values[key] for key in _VERIFY if key in values}),
         **{key.replace("-", "_"): values[key] for key in _OTHERS if key in values},
     )
+
+
+def _packing(file: JobFile, values: Mapping[str, Any], entry: Entry) -> ModuleQuantization | None:
+    bits = values.get("quantize")
+    if bits is None:
+        for key in ("group-size", "mode"):
+            if key in values:
+                raise file.fail(entry.line_of(key if key in entry.values else None), f"{key} needs quantize")
+        return None
+    found = packing_of(bits, values.get("group-size"), values.get("mode", "affine"))
+    if isinstance(found, str):
+        raise file.fail(entry.line_of("quantize" if "quantize" in entry.values else None), f"quantize: {found}")
+    return found
 
 
 def _check_together(file: JobFile, values: Mapping[str, Any], entry: Entry) -> None:
@@ -175,6 +192,10 @@ _CONVERT: dict[str, Callable[[Any], Any]] = {
     "norm-dtype": _choice(NormDtype),
     "max-shard-size": _bytes,
     "tie-embeddings": _flag,
+    "dequantize": _flag,
+    "quantize": _number(1, 16),
+    "group-size": _number(1, 1024),
+    "mode": _choice(tuple(MODE_DEFAULTS)),
 }
 _VERIFY: dict[str, Callable[[Any], Any]] = {
     "prompt": _text,

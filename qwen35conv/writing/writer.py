@@ -197,15 +197,13 @@ class _Growing:
             on_bytes(len(raw))
 
     def _compute(self, write: Write, offset: int, target: int, stop: threading.Event) -> None:
-        for content in computed(self.source, write):
-            if stop.is_set():
-                raise _StoppedError
+        for content in computed(self.source, write, stop):
             write_all(target, content, offset)
             offset += len(content)
 
     def _pack(self, packing: Packing, target: int, stop: threading.Event) -> None:
         offsets = {write.packed.part: offset for write, offset in packing.parts if write.packed is not None}
-        for contents in packed(self.source, packing.parts[0][0]):
+        for contents in packed(self.source, packing.parts[0][0], stop):
             if stop.is_set():
                 raise _StoppedError
             for part, content in contents.items():
