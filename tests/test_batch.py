@@ -397,6 +397,7 @@ def test_a_part_of_the_jobs_and_a_dry_run_from_the_command(folder: Path) -> None
     assert "jobs.toml:1: unknown key 'sauce'" in json.loads(wrong.stdout)["error"]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_in_order_and_the_same_command_resumes(tmp_path: Path, number: signal.Signals, code: int) -> None:
     make_models(tmp_path, ("a", "b"), tiny.Sizes(vocab=200_000, hidden=96))

@@ -190,6 +190,7 @@ def test_jobs_that_fail_are_told_as_in_a_plain_run(tmp_path: Path, client: Any) 
     assert {name: result.exit_code for name, result in results.items()} == {"out/a": 0, "out/b": 3, "out/c": 4}
 
 
+@pytest.mark.slow
 def test_the_command_starts_a_cluster_and_joins_one(tmp_path: Path, client: Any) -> None:
     make_models(tmp_path)
     jobs_of(tmp_path)

@@ -266,6 +266,7 @@ def test_a_full_folder_for_temporary_files_is_no_matter(source: Path, tmp_path: 
         assert [path.name for path in full.iterdir()] == ["filler"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_of_converters_that_meet_one_writes_and_the_others_say_so(
     overwrite: bool, source: Path, tmp_path: Path

@@ -397,6 +397,7 @@ def change_folder(folder: Path, source: Path, **files: str | None) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_no_such_repository_or_revision(hub: HubServer, tool: Tool, folder: Path) -> None:
     hub.publish(REPO, folder)
     told(tool("inspect", "owner/nothing"), 3, "owner/nothing: no such repository", "or a private one", "hf auth login")
@@ -457,6 +458,7 @@ def test_a_network_that_fails_is_told(hub: HubServer, tool: Tool) -> None:
     told(tool("inspect", REPO, HF_TOKEN="hf_wrong"), 3, "does not accept your token", "hf auth login")
 
 
+@pytest.mark.slow
 def test_what_is_in_the_cache_is_read_from_there(
     hub: HubServer, tool: Tool, folder: Path, local: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ def ends(tool: Tool, jobs: Path, *options: str) -> dict[str, Any]:
     return {line["job"]: (line["state"], line["exit_code"]) for line in lines if line["event"] == "job"}
 
 
+@pytest.mark.slow
 def test_a_batch_streams_repositories_and_skips_what_is_finished(hub: HubServer, tmp_path: Path) -> None:
     tool = Tool(hub, tmp_path / "home")
     commits = []
