@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -600,8 +599,12 @@ def _options(
 
 
 def _check_hub_id(option: str, text: str) -> None:
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text) is None:
-        raise typer.BadParameter(f"{option}: expected a Hub id owner/name, found {text[:80]!r}")
+    from qwen35conv.quantities import parse_hub_id
+
+    try:
+        parse_hub_id(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{option}: {error}") from error
 
 
 def _generation(assume: Assumption | None) -> Generation | None:

@@ -28,3 +28,10 @@ def parse_slice(text: str) -> tuple[int, int]:
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(f"expected a part of the whole such as 3/10, found {text!r}")
     return int(match[1]), int(match[2])
+
+
+def parse_hub_id(text: str) -> str:
+    """A repository's name on the Hub, `owner/name`. Raises ValueError for other texts."""
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text) is None:
+        raise ValueError(f"expected a Hub id owner/name, found {text[:80]!r}")
+    return text

@@ -70,3 +70,25 @@ def test_diff_compares_a_repository_with_a_folder_and_with_another_commit(hub: H
     assert tool("diff", REPO, tmp_path / "out", "--revision-a", commits[0]).returncode == 0
     assert tool("diff", tmp_path / "out", REPO).returncode == 1
     assert tool("diff", REPO, REPO, "--revision-a", commits[0], "--revision-b", commits[1]).returncode == 1
+
+
+@pytest.mark.slow
+def test_a_batch_publishes_what_it_made_once(hub: HubServer, tmp_path: Path) -> None:
+    tool = Tool(hub, tmp_path / "home")
+    hub.token = tool.environment["HF_TOKEN"] = "hf_write"
+    made = tiny.make()
+    tiny.save(tmp_path / "model", made.raw, made.config)
+    jobs = tmp_path / "jobs.toml"
+    jobs.write_text('[[job]]\nsource = "model"\ndestination = "out/{name}"\n')
+    assert ends(tool, jobs) == {"out/model": ("converted", 0)}
+    jobs.write_text(jobs.read_text() + 'push-to-hub = "owner/{name}-mlx"\n')
+    assert ends(tool, jobs) == {"out/model": ("published", 0)}
+    assert tool("diff", "owner/model-mlx", tmp_path / "model").returncode == 0
+    n_before = len(hub.asked)
+    assert ends(tool, jobs) == {"out/model": ("finished before", 0)}
+    assert len(hub.asked) == n_before
+    for wrong in ("no-verify = true", "push-to-hub = 'no id'"):
+        jobs.write_text(f"push-to-hub = 'a/b'\n[[job]]\nsource = 'model'\ndestination = 'x'\n{wrong}\n")
+        run = tool("batch", jobs)
+        assert run.returncode == 2, run.stderr
+        assert "jobs.toml:5" in run.stderr

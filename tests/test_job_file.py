@@ -251,7 +251,7 @@ def test_keys_are_the_long_names_of_options_of_convert_and_verify() -> None:
     parameters = [*commands_of("convert"), *commands_of("verify")]
     known = {option.removeprefix("--") for parameter in parameters for option in parameter.opts}
     assert set(KEYS) - known <= {"destination"}
-    assert known - set(KEYS) <= {"dry-run", "json", "debug", "help", "checkpoint", "push-to-hub", "private"}
+    assert known - set(KEYS) <= {"dry-run", "json", "debug", "help", "checkpoint"}
 
 
 def test_the_readme_shows_a_job_file_and_workflows_that_hold(tmp_path: Path) -> None:

@@ -71,10 +71,17 @@ def is_proved(source: Source, preparation: Preparation) -> bool:
     return check_bytes(open_view(source, preparation.plan), open_view(result, whole)).passed is True
 
 
-def build_stamp(source: Source, preparation: Preparation, settings: Settings) -> bytes:
-    """The stamp of a destination that has passed what a job asks."""
+def build_stamp(source: Source, preparation: Preparation, settings: Settings, pushed: str | None = None) -> bytes:
+    """The stamp of a destination that has passed what a job asks, and of the repository that holds it."""
     digest = source_digest(source, preparation)
-    return build_json({"schema": _SCHEMA, "source": digest, "verified": verifying_digest(settings)})
+    published = {} if pushed is None else {"pushed": pushed}
+    return build_json({"schema": _SCHEMA, "source": digest, "verified": verifying_digest(settings), **published})
+
+
+def is_pushed(destination: Path, repo: str) -> bool:
+    """Whether what stands at a destination was sent to a repository."""
+    stamp = _read(destination / STAMP)
+    return stamp is not None and stamp.get("pushed") == repo
 
 
 def renew_stamp(stamp: bytes, destination: Path) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import glob
 import string
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qwen35conv.batch.job_file import Entry, JobFile, JobFileError, parse_job_file
-from qwen35conv.batch.settings import DESTINATION, SOURCE, Settings, make_settings
+from qwen35conv.batch.settings import DESTINATION, PUSH, SOURCE, Settings, make_settings
 from qwen35conv.errors import DestinationError
 from qwen35conv.facts.checkpoint import CONFIG, SUFFIX
 from qwen35conv.planning.plan import Mtp
+from qwen35conv.quantities import parse_hub_id
 
 _FIELDS = ("name", "parent")
 
@@ -80,7 +81,15 @@ def _expanded(file: JobFile, entry: Entry, folder: Path) -> Iterator[Job]:
     found = []
     for source in sources:
         name = _filled(file, line_of_template, template, source)
-        found.append(Job(name, source, folder / Path(name).expanduser(), settings))
+        repo = settings.push_to_hub
+        if repo is not None:
+            repo = _filled(file, _line_of(file, entry, PUSH), repo, source, PUSH)
+            try:
+                repo = parse_hub_id(repo)
+            except ValueError as error:
+                raise file.fail(_line_of(file, entry, PUSH), f"{PUSH}: {error}") from error
+        own = replace(settings, push_to_hub=repo)
+        found.append(Job(name, source, folder / Path(name).expanduser(), own))
     # The glob of a second run meets what the first one made.
     made = {place for job in found for place in _places(job)}
     yield from (job for job in found if len(found) == 1 or Path(job.source) not in made)
@@ -99,8 +108,8 @@ def _sources(folder: Path, source: str) -> list[str]:
     return [str(match) for match in matches if match.suffix == SUFFIX or (match / CONFIG).is_file()]
 
 
-def _filled(file: JobFile, line: int, template: str, source: str) -> str:
-    """A destination for a source. Raises JobFileError for a template with another field."""
+def _filled(file: JobFile, line: int, template: str, source: str, key: str = DESTINATION) -> str:
+    """A destination, or a repository, for a source. Raises JobFileError for a template with another field."""
     parts = [part for part in source.rstrip("/").split("/") if part not in ("", ".")] or ["checkpoint"]
     known = {"name": parts[-1].removesuffix(SUFFIX), "parent": parts[-2] if len(parts) > 1 else ""}
     try:
@@ -109,8 +118,8 @@ def _filled(file: JobFile, line: int, template: str, source: str) -> str:
             return template.format(**known)
         wrong = ", ".join(f"{{{field}}}" for field in sorted(fields - known.keys()))
     except ValueError as error:
-        raise file.fail(line, f"destination: {error}", "a brace that is meant is written twice: {{") from error
-    raise file.fail(line, f"destination: unknown {wrong}", f"known are {', '.join(f'{{{one}}}' for one in _FIELDS)}")
+        raise file.fail(line, f"{key}: {error}", "a brace that is meant is written twice: {{") from error
+    raise file.fail(line, f"{key}: unknown {wrong}", f"known are {', '.join(f'{{{one}}}' for one in _FIELDS)}")
 
 
 def _places(job: Job) -> Iterator[Path]:

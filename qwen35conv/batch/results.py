@@ -14,6 +14,7 @@ class State(str, Enum):
 
     CONVERTED = "converted"
     VERIFIED = "verified"  # it had been converted before, and passed what is asked of it now
+    PUBLISHED = "published"  # it had been finished before, and is on the Hub now
     FINISHED = "finished before"
     FAILED = "failed"
     STOPPED = "stopped"  # in the middle: the same command resumes
@@ -22,7 +23,7 @@ class State(str, Enum):
     @property
     def is_right(self) -> bool:
         """Whether the destination holds what the job asks for."""
-        return self in (State.CONVERTED, State.VERIFIED, State.FINISHED)
+        return self in (State.CONVERTED, State.VERIFIED, State.PUBLISHED, State.FINISHED)
 
 
 class Phase(str, Enum):
@@ -31,6 +32,7 @@ class Phase(str, Enum):
     INSPECT = "inspecting"
     WRITE = "writing"
     VERIFY = "verifying"
+    PUSH = "publishing"
 
 
 @dataclass(frozen=True, slots=True)

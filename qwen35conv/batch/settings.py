@@ -16,7 +16,7 @@ from qwen35conv.planning.packing import packing_of
 from qwen35conv.planning.plan import Mtp, NormDtype, Options
 from qwen35conv.quantities import parse_size, parse_token_ids
 
-SOURCE, DESTINATION = "source", "destination"
+SOURCE, DESTINATION, PUSH = "source", "destination", "push-to-hub"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ class Settings:
     ignore_index: bool = False
     revision: str | None = None
     via_cache: bool = False
+    push_to_hub: str | None = None
+    private: bool = False
 
 
 def make_settings(file: JobFile, entry: Entry, folder: Path) -> tuple[dict[str, Any], Settings]:
@@ -114,6 +116,10 @@ def _check_together(file: JobFile, values: Mapping[str, Any], entry: Entry) -> N
         raise file.fail(last("chat"), "chat needs prompt or prompt-file")
     if "atol" in values and "reference" not in values:
         raise file.fail(last("atol"), "atol needs reference")
+    if values.get("private") and PUSH not in values:
+        raise file.fail(last("private"), f"private needs {PUSH}")
+    if values.get("no-verify") and PUSH in values:
+        raise file.fail(last("no-verify", PUSH), f"no-verify and {PUSH} exclude each other")
     asked = [key for key in (*texts, "reference", "deep", "profile") if values.get(key)]
     if values.get("no-verify") and asked:
         raise file.fail(last("no-verify", *asked), f"no-verify and {asked[0]} exclude each other")
@@ -219,5 +225,7 @@ _OTHERS: dict[str, Callable[[Any], Any]] = {
     "ignore-index": _flag,
     "revision": _text,
     "via-cache": _flag,
+    PUSH: _text,
+    "private": _flag,
 }
 KEYS: dict[str, Callable[[Any], Any]] = {SOURCE: _text, DESTINATION: _text, **_CONVERT, **_OTHERS, **_VERIFY}

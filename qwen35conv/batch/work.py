@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from qwen35conv.batch.finished import STAMP, Standing, build_stamp, is_proved, renew_stamp, standing_of
+from qwen35conv.batch.finished import STAMP, Standing, build_stamp, is_proved, is_pushed, renew_stamp, standing_of
 from qwen35conv.batch.jobs import Job
 from qwen35conv.batch.results import CheckLine, Entered, Event, Moved, Phase, Result, State
 from qwen35conv.convert import (
@@ -125,6 +125,17 @@ class _Running:
         n_bytes = prepared.preparation.n_shard_bytes
         self.so_far = replace(self.so_far, n_bytes=n_bytes, n_shards=len(shards))
         self.around.check()
+        result = self._made(prepared)
+        repo = self.job.settings.push_to_hub
+        if repo is not None and not is_pushed(self.job.destination, repo):
+            self.so_far = result
+            self._push(prepared, repo)
+            if result.state is State.FINISHED:
+                return replace(result, state=State.PUBLISHED)
+        return result
+
+    def _made(self, prepared: Prepared) -> Result:
+        """The job's destination, brought to what the job asks."""
         match prepared.standing:
             case Standing.FINISHED:
                 return replace(self.so_far, state=State.FINISHED)
@@ -184,11 +195,24 @@ class _Running:
             assumed=prepared.plan.options.assume is not None,
             hint=f"{destination} was made before this was asked of it, and stays",
         )
-        try:
-            renew_stamp(build_stamp(prepared.source, prepared.preparation, settings), destination)
-        except OSError as error:
-            raise DestinationError(f"{destination / STAMP}: can't be written: {error.strerror or error}") from error
+        self._renew(build_stamp(prepared.source, prepared.preparation, settings))
         return replace(self.so_far, state=State.VERIFIED, checks=_lines(found))
+
+    def _push(self, prepared: Prepared, repo: str) -> None:
+        """Send what has passed its verification to a repository, and note that."""
+        from qwen35conv.push import prepare_push, push  # huggingface_hub: only where it is used
+
+        self._enter(Phase.PUSH)
+        settings, destination = self.job.settings, self.job.destination
+        push(prepare_push(destination, repo, private=settings.private, verified=True))
+        self._renew(build_stamp(prepared.source, prepared.preparation, settings, pushed=repo))
+
+    def _renew(self, stamp: bytes) -> None:
+        try:
+            renew_stamp(stamp, self.job.destination)
+        except OSError as error:
+            place = self.job.destination / STAMP
+            raise DestinationError(f"{place}: can't be written: {error.strerror or error}") from error
 
     def _enter(self, phase: Phase, total: int = 0) -> None:
         self.around.check()
