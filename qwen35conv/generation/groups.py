@@ -58,8 +58,8 @@ def find_parts(anchors: Sequence[GainStats], shifts: Sequence[int | None], main:
     lifted = _lifted(anchors, main, middles)
     for file, members in sorted(files.items()) if len(files) > 1 else ():
         is_lone = len(members) == 1 and main != 2
-        held = (moved | off if is_lone else apart | lifted).intersection(members)
-        other = [i for i in members if shifts[i] != main or (i in lifted and not is_lone)]
+        held = (lifted | (moved | off if is_lone else apart)).intersection(members)
+        other = [i for i in members if shifts[i] != main or i in lifted]
         n_moved = len(moved.intersection(members))
         if len(other) == len(members) and len(held) >= len(members) / 2:
             found.append(f"{file}: all {len(members)} of its anchors look like {_looks(shifts, members, main)}")
