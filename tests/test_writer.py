@@ -370,8 +370,10 @@ def test_a_resumed_run_tells_the_checksum_of_what_it_did_not_write(source: Path,
 def running(source: Path, target: Path) -> Iterator[subprocess.Popen[str]]:
     """A conversion in a process of its own, once it has begun to write."""
     program = f"""
+        import signal
         import sys
         from pathlib import Path
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background may have it ignored
         sys.path.insert(0, {str(ROOT / "tests")!r})
         from long_shards import long_shards
         from qwen35conv.writing.publish import publishing
