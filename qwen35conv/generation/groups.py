@@ -16,6 +16,7 @@ from qwen35conv.generation.gains import ANCHORS, MIN_INFORMATIVE, NEGATIVE, NEGA
 K = TypeVar("K")
 
 NEARLY = 0.01  # the share off the grid of a sum that was cast more than once; of no sum more than a quarter is
+LIFTED = 0.25  # how far above its role's middle a gain lies that a shift has lifted; a sound layer mostly does not
 AGREE = 0.9  # the share of anchors that must carry one label
 GAMMA_RANGE = (0.5, 1.4)  # where the median anchor of a gamma trunk lies (published: 0.78 to 1.03)
 
@@ -75,7 +76,7 @@ def find_parts(anchors: Sequence[GainStats], shifts: Sequence[int | None], main:
         if as_one or n_moved >= max(2, len(members) / 2):
             where = f"layers {run[0]} to {run[-1]}" if len(run) > 1 else f"layer {run[0]}"
             found.append(f"{where}: both norms look like {_looks(shifts, members, main)}")
-    above = "all of both norms lies above 1, as a gain shifted twice does"
+    above = "all of both norms lies above 1, and far from the others, as a gain shifted twice does"
     if main == 0:
         above = "all of both norms lies above 0, and far from the others, as gamma does"
     found += [f"layer {k}: {above}" for k, v in sorted(layers.items()) if len(v) > 1 and lifted.issuperset(v)]
@@ -169,14 +170,16 @@ def _moved(anchors: Sequence[GainStats], shifts: Sequence[int | None], main: int
 
 
 def _lifted(anchors: Sequence[GainStats], main: int, middles: Mapping[Role, float]) -> set[int]:
-    """Gains, no constants, that lie where a shift would lift them to and most others do not: in a gamma trunk above 1
-    throughout, in a raw one above 0 throughout and well above the others of their role.
+    """Gains, no constants, that lie where a shift would lift them to, well above the others of their role: in a gamma
+    trunk above 1 throughout, in a raw one above 0, where most gains do not.
     """
     if main == 1 and np.median([a.below_one_share for a in anchors]) >= 0.25:
-        return {i for i, a in enumerate(anchors) if 1 < a.minimum < a.maximum}
-    if main == 0 and np.median([a.negative_share for a in anchors]) >= 0.25:
-        return {i for i, a in enumerate(anchors) if 0 < a.minimum < a.maximum and a.mean - middles[a.role] >= 0.25}
-    return set()
+        floor = 1
+    elif main == 0 and np.median([a.negative_share for a in anchors]) >= 0.25:
+        floor = 0
+    else:
+        return set()
+    return {i for i, a in enumerate(anchors) if floor < a.minimum < a.maximum and a.mean - middles[a.role] >= LIFTED}
 
 
 def _sums(anchors: Sequence[GainStats], shifts: Sequence[int | None]) -> list[GainStats]:
