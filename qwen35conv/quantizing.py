@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +14,7 @@ from qwen35conv.planning.pieces import Part, Write
 if TYPE_CHECKING:
     import mlx.core as mx
 
-_streams = threading.local()
+_idle: list[mx.Stream] = []
 
 
 def quantized(write: Write, dtype: Dtype, raw: bytes) -> Mapping[Part, bytes]:
@@ -22,13 +22,14 @@ def quantized(write: Write, dtype: Dtype, raw: bytes) -> Mapping[Part, bytes]:
     import mlx.core as mx
 
     assert write.packed is not None
-    how, stream = write.packed.quantization, _stream()
+    how = write.packed.quantization
     kinds = {Dtype.BF16: mx.bfloat16, Dtype.F16: mx.float16, Dtype.F32: mx.float32}
     values = mx.array(np.frombuffer(raw, "<u4" if dtype is Dtype.F32 else "<u2").reshape(-1, write.n_columns))
-    values = values.view(kinds[dtype], stream=stream).astype(kinds[write.packed.dtype], stream=stream)
-    parts = mx.quantize(values, how.group_size, how.bits, mode=how.mode, stream=stream)
-    bits = [_bits(part, stream) for part in parts]
-    mx.eval(bits)
+    with _stream() as stream:
+        values = values.view(kinds[dtype], stream=stream).astype(kinds[write.packed.dtype], stream=stream)
+        parts = mx.quantize(values, how.group_size, how.bits, mode=how.mode, stream=stream)
+        bits = [_bits(part, stream) for part in parts]
+        mx.eval(bits)
     return {kind: np.asarray(part).tobytes() for kind, part in zip(Part, bits, strict=False)}
 
 
@@ -38,11 +39,19 @@ def _bits(array: mx.array, stream: mx.Stream) -> mx.array:
     return array.view({2: mx.uint16, 4: mx.uint32}.get(array.itemsize, mx.uint8), stream=stream)
 
 
-def _stream() -> mx.Stream:
-    """This thread's own stream: MLX evaluates those of several threads side by side."""
+@contextmanager
+def _stream() -> Iterator[mx.Stream]:
+    """A stream that is this thread's alone meanwhile: MLX evaluates those of several threads side by side.
+
+    They are lent and come back: a stream has a thread of the system behind it, which lives as long as the process.
+    """
     import mlx.core as mx
 
-    if not hasattr(_streams, "own"):
-        _streams.own = mx.new_stream(mx.cpu)
-    found: mx.Stream = _streams.own
-    return found
+    try:
+        stream = _idle.pop()
+    except IndexError:
+        stream = mx.new_thread_unsafe_stream(mx.cpu)
+    try:
+        yield stream
+    finally:
+        _idle.append(stream)

@@ -210,3 +210,14 @@ def test_many_threads_and_small_parts_write_the_same_bits(monkeypatch: pytest.Mo
     monkeypatch.setattr("qwen35conv.planning.rows._ROWS_BYTES", 256 * 7)
     monkeypatch.setattr("qwen35conv.writing.steps._COPY_BYTES", 256 * 33)
     tiny.assert_same(tiny.load(converted(source, tmp_path / "out", options, jobs=8)), want)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="only Linux lists a process's threads there")
+def test_one_conversion_after_another_leaves_no_more_threads(tmp_path: Path) -> None:
+    source, options = saved(tmp_path / "source", "dense"), Options(quantize=MODES["affine-4"])
+    converted(source, tmp_path / "first", options, jobs=3)
+    before = len(list(Path("/proc/self/task").iterdir()))
+    for i in range(8):
+        converted(source, tmp_path / str(i), options, jobs=3)
+    # A writer that came too late to be lent a stream in the first may make its own later: three at most in all.
+    assert len(list(Path("/proc/self/task").iterdir())) <= before + 3

@@ -70,6 +70,11 @@ SCHEMES: dict[str, tuple[Tails, dict[str, Any], str, list[int]]] = {
         {"quant_method": "compressed-tensors", "format": "float-quantized"},
         "FP8 (one scale a tensor or row)", [8],
     ),
+    "FP8, a scale each tensor": (
+        {"weight": (E4M3, (40, 24)), "weight_scale_inv": ("f4", (1,))},
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        "FP8 (one scale a tensor or row)", [8],
+    ),
     "FP8, static": (
         {"weight": (E4M3, (40, 24)), "weight_scale_inv": ("f4", ()), "activation_scale": ("f4", ())},
         {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},

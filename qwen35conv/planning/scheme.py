@@ -69,6 +69,8 @@ def find_schemes(tensors: Sequence[SourceTensor], config: ModelConfig) -> tuple[
     signs: dict[str, int] = {}
     for tensor in tensors:
         module, tail = _split(tensor)
+        if tensor.name.endswith(BLOCK_SCALE) and len(tensor.shape) < 2:
+            tail = "weight_scale"  # no block has it: one scale for the whole weight
         if tail in _TAILS:
             signs[module] = min(_TAILS[tail], signs.get(module, len(_SIGNS)))
     dtypes = {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import quantized
 import tiny
 from field import (
     CANONICAL_HEAD,
@@ -393,6 +394,20 @@ def test_f01_f04_experts_one_by_one_are_stacked_by_number(form: str, seed: int, 
     assert inspect(source).code == 0
     assert convert(source, tmp_path / "out").code == 0
     tiny.assert_same(tiny.load(tmp_path / "out"), made.canonical)
+
+
+def test_f01_experts_one_by_one_in_fp8_are_stacked_with_their_scales_if_asked(tmp_path: Path) -> None:
+    block = (8, 10)
+    made = tiny.make(MANY, experts="single")
+    tensors = quantized.coded(made.raw, block)
+    plain = tiny.save(tmp_path / "plain", quantized.decoded(tensors, block), made.config)
+    source = tiny.save(tmp_path / "source", tensors, quantized.config_of(made.config, block), n_shards=3, seed=2)
+    n = sum(name.endswith("_scale_inv") for name in tensors)
+    refused(convert(source, tmp_path / "out"), 1, f"{n} modules", "--dequantize")
+    assert not (tmp_path / "out").exists()
+    assert convert(plain, tmp_path / "wanted").code == 0
+    assert convert(source, tmp_path / "out", "--dequantize").code == 0
+    tiny.assert_same(tiny.load(tmp_path / "out"), tiny.load(tmp_path / "wanted"))
 
 
 def test_f02_a_fused_tensor_is_split_by_its_byte_ranges(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Field reports on MLX-packed weights (G), tied heads (H), dtypes (I), the gated delta net (J), config (P) and
-architectures outside of the family (Q).
+"""Field reports on FP8, foreign schemes and MLX-packed weights (G), tied heads (H), dtypes (I), the gated delta net
+(J), config (P) and architectures outside of the family (Q).
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import quantized
 import tiny
 from field import config_of, convert, inspect, is_trunk_gain, packed, qwen35, refused, shifted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from test_scheme import PROJS, SCHEMES
+from test_scheme import saved as scheme_saved
 
 from qwen35conv.kernels.reference import gated_delta
 
@@ -35,6 +39,85 @@ def edited(config: dict[str, Any], **text: Any) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(json.dumps(config))
     found["text_config"] |= text
     return found
+
+
+# --- G: FP8 and other schemes ----------------------------------------------------------------------------------------
+
+BLOCK = (8, 10)
+
+
+def coded(folder: Path, change: Callable[[str], bool] = lambda name: True, **kinds: Any) -> tuple[Path, tiny.Tensors]:
+    """An FP8 checkpoint of the tensors that `change` keeps, and the canonical tensors that the whole stands for."""
+    made = tiny.make(vision=False, mtp=False, **kinds)
+    tensors = quantized.coded(made.raw, BLOCK)
+    plain = tiny.save(folder / "plain", quantized.decoded(tensors, BLOCK), made.config)
+    assert convert(plain, folder / "wanted").code == 0
+    kept = {name: value for name, value in tensors.items() if change(name)}
+    return tiny.save(folder / "source", kept, quantized.config_of(made.config, BLOCK)), tiny.load(folder / "wanted")
+
+
+def test_g01_fp8_is_refused_with_its_count_and_names_or_dequantised_when_asked(tmp_path: Path) -> None:
+    source, wanted = coded(tmp_path)
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    n = sum(name.endswith("_scale_inv") for name in index["weight_map"])
+    refused(convert(source, tmp_path / "out"), 1, f"FP8 in blocks: {n} modules", f"({OUTER}layers.0.", "--dequantize")
+    assert not (tmp_path / "out").exists()
+    assert inspect(source).code == 1
+    assert convert(source, tmp_path / "out", "--dequantize").code == 0
+    tiny.assert_same(tiny.load(tmp_path / "out"), wanted)
+    assert "quantization_config" not in config_of(tmp_path / "out")
+
+
+@pytest.mark.parametrize("lost", ["gate_proj.weight_scale_inv", "gate_proj.weight"])
+def test_g02_g04_a_scale_and_its_weight_are_a_pair(lost: str, tmp_path: Path) -> None:
+    source, _ = coded(tmp_path, lambda name: not name.endswith(lost))
+    assert convert(source, tmp_path / "out").code == 1
+    refused(convert(source, tmp_path / "out", "--dequantize"), 1, "gate_proj")
+    assert not (tmp_path / "out").exists()
+
+
+def test_g05_each_of_two_schemes_is_named(tmp_path: Path) -> None:
+    made = tiny.make(vision=False, mtp=False)
+    row, four = (f"{OUTER}layers.{i}.mlp.down_proj" for i in (0, 3))
+    tensors = {name: value for name, value in made.raw.items() if name not in (f"{row}.weight", f"{four}.weight")}
+    codes = np.zeros((24, 40), quantized.E4M3)
+    tensors |= {f"{row}.weight": codes, f"{row}.weight_scale": np.ones((24, 1), tiny.BF16)}
+    tensors |= {
+        f"{four}.weight_packed": np.zeros((24, 20), "u1"),
+        f"{four}.weight_scale": np.ones((24, 3), quantized.E4M3),
+        f"{four}.weight_global_scale": np.ones(1, "f4"),
+    }
+    groups = {
+        "group_0": {"targets": ["re:.*layers.*proj"], "weights": {"num_bits": 8, "strategy": "channel"}},
+        "group_1": {"targets": ["re:.*layers.3.*proj"], "weights": {"num_bits": 4, "strategy": "tensor_group"}},
+    }
+    entry = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    source = tiny.save(tmp_path / "source", tensors, made.config | {"quantization_config": entry})
+    named = ("FP8 (one scale a tensor or row): 1 modules", "NVFP4 (compressed-tensors): 1 modules")
+    refused(convert(source, tmp_path / "out"), 1, *named, row, four)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("exporter", "name"),
+    [
+        ("NVFP4, compressed-tensors", "NVFP4 (compressed-tensors)"),
+        ("NVFP4, ModelOpt", "NVFP4 (ModelOpt)"),
+        ("AWQ", "AWQ"),
+    ],
+)
+def test_g07_g08_g13_a_foreign_scheme_is_named_with_what_to_download_instead(
+    exporter: str, name: str, tmp_path: Path
+) -> None:
+    tails, entry, *_ = SCHEMES[exporter]
+    source = scheme_saved(tmp_path / "source", tails, entry)
+    told = inspect(source)
+    assert told.code == 1
+    assert [(scheme["name"], scheme["n_modules"]) for scheme in told.document["schemes"]] == [(name, len(PROJS))]
+    run = convert(source, tmp_path / "out")
+    refused(run, 1, f"{name}: {len(PROJS)} modules", "download the BF16 release", "quantised for MLX")
+    assert "unknown" not in run.err
+    assert not (tmp_path / "out").exists()
 
 
 # --- G: weights packed by MLX ----------------------------------------------------------------------------------------
