@@ -44,6 +44,14 @@ class MtpChoice(str, Enum):
     sidecar = "sidecar"
 
 
+class LinkChoice(str, Enum):
+    """How the source's bytes come into the result."""
+
+    auto = "auto"
+    clone = "clone"
+    copy = "copy"
+
+
 class Assumption(str, Enum):
     """A generation that the user vouches for."""
 
@@ -205,6 +213,9 @@ def convert(
     jobs: Annotated[
         Optional[int], typer.Option("--jobs", min=1, max=64, help="Shards, or connections to the Hub, at once.")
     ] = None,
+    link: Annotated[
+        LinkChoice, typer.Option("--link", help="Share blocks with the source: where that can be, or fail, or never.")
+    ] = LinkChoice.auto,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST, once the new folder is whole.")] = False,
     checksum: Annotated[bool, typer.Option("--checksum", help="Put each shard's SHA-256 into the receipt.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip the quick verification of the result.")] = False,
@@ -230,6 +241,7 @@ def convert(
         from qwen35conv.convert import carry_out, check_target, download_first, prepare
         from qwen35conv.planning.plan import make_plan
         from qwen35conv.source import LocalSource, open_source, read_checkpoint
+        from qwen35conv.writing.sharing import Link
 
         options = _options(keep_vision, mtp, assume, repair, norm_dtype, max_shard_size, tie_embeddings)
         options = replace(options, dequantize=dequantize, quantize=_packing(quantize, group_size, mode))
@@ -239,7 +251,8 @@ def convert(
         check_target(opened, destination, overwrite=overwrite)
         with report.steps("convert") as on_progress:
             plan = make_plan(read_checkpoint(opened, ignore_index=ignore_index, on_progress=on_progress), options)
-        preparation = prepare(opened, plan, destination, jobs=jobs)
+        before = LinkChoice.auto if via_cache else link  # what is not here yet can't be asked
+        preparation = prepare(opened, plan, destination, jobs=jobs, link=Link(before.value))
         if dry_run:
             from qwen35conv.push import draft_push
 
@@ -252,7 +265,7 @@ def convert(
             check_repository(push_to_hub, [shard.file for shard in plan.shards])
         if not isinstance(opened, LocalSource) and via_cache:
             download_first(opened, preparation, progress=report.shows_progress())
-            preparation = prepare(opened, plan, destination, jobs=jobs)
+            preparation = prepare(opened, plan, destination, jobs=jobs, link=Link(link.value))
         with report.progress("convert", preparation.n_shard_bytes) as on_bytes:
             outcome = carry_out(
                 opened, preparation, overwrite=overwrite, checksum=checksum, check=not no_verify, on_bytes=on_bytes

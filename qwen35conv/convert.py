@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from qwen35conv.errors import CheckpointError, DestinationError, SourceError
 from qwen35conv.facts.checkpoint import CONFIG, INDEX, few
-from qwen35conv.facts.header import LFS_POINTER, TensorInfo, build_header
+from qwen35conv.facts.header import LFS_POINTER, TensorInfo
 from qwen35conv.fixes import fixed, read_pieces
 from qwen35conv.generation.convention import Generation
 from qwen35conv.planning.plan import Options, Plan, PlanShard, make_plan
@@ -43,10 +43,12 @@ from qwen35conv.planning.sidecar import (
 )
 from qwen35conv.source import LocalSource, Source, read_checkpoint, read_header
 from qwen35conv.version import __version__
+from qwen35conv.writing.alignment import header_of
+from qwen35conv.writing.forecast import forecast_shared
 from qwen35conv.writing.journal import JOURNAL
+from qwen35conv.writing.sharing import Link
 from qwen35conv.writing.writer import (
     BUFFER_BYTES,
-    METADATA,
     Partial,
     Written,
     check_destination,
@@ -66,13 +68,21 @@ _UNVERIFIED = "nothing was published; --no-verify skips this, if you know better
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What a conversion will take, in bytes; `n_memory` is a bound on its buffers."""
+    """What a conversion will take, in bytes; `n_memory` is a bound on its buffers.
+
+    Of `n_written`, `n_shared` are blocks of the source, which take no room.
+    """
 
     n_read: int
     n_written: int
     n_shared: int
     n_memory: int
     n_free: int
+
+    @property
+    def n_needed(self) -> int:
+        """Bytes that the disk must have free."""
+        return self.n_written - self.n_shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,7 @@ class Preparation:
     files: SideFiles
     preflight: Preflight
     jobs: int
+    link: Link
 
     @property
     def n_shard_bytes(self) -> int:
@@ -105,6 +116,7 @@ class ShardWriter(Protocol):
         *,
         jobs: int,
         checksum: bool,
+        link: Link,
         on_bytes: Callable[[int], None],
     ) -> tuple[Written, ...]:
         """What was written, in the order of `shards`."""
@@ -137,18 +149,36 @@ class Outcome:
         """Bytes of the shards."""
         return sum(written.n_bytes for written in self.written)
 
+    @property
+    def n_shared(self) -> int:
+        """Bytes of tensors in blocks that are the source's own."""
+        return sum(written.n_shared for written in self.written)
 
-def prepare(source: Source, plan: Plan, destination: Path, *, jobs: int | None = None) -> Preparation:
+    @property
+    def n_copied(self) -> int:
+        """Bytes of tensors that were copied."""
+        return sum(written.n_copied for written in self.written)
+
+    @property
+    def n_computed(self) -> int:
+        """Bytes of tensors that were computed."""
+        return sum(written.n_computed for written in self.written)
+
+
+def prepare(
+    source: Source, plan: Plan, destination: Path, *, jobs: int | None = None, link: Link = Link.AUTO
+) -> Preparation:
     """What will be written, and what that takes. Nothing is changed.
 
-    Raises CheckpointError where config.json can't follow the tensors.
+    Raises CheckpointError where config.json can't follow the tensors, and DestinationError where `link` asks for clones
+    and the file system has none.
     """
     checkpoint = plan.checkpoint
     config = build_config(plan)
     files = side_files(checkpoint)
     _check_pointers(source, files)
     n_jobs = jobs or default_jobs(source, plan)
-    shards = (*plan.shards, *plan.sidecar)
+    shards, parent = (*plan.shards, *plan.sidecar), _parent(destination)
     n_side = sum(checkpoint.listing[file] for file in files.copied)
     n_made = len(build_json(config)) + len(build_json(build_index(plan.shards)))
     return Preparation(
@@ -161,11 +191,12 @@ def prepare(source: Source, plan: Plan, destination: Path, *, jobs: int | None =
         preflight=Preflight(
             n_read=n_side + sum(_n_read(shard) for shard in shards),
             n_written=n_side + n_made + sum(file_bytes(shard) for shard in shards),
-            n_shared=0,
+            n_shared=forecast_shared(shards, source, parent, link),
             n_memory=n_jobs * max((_n_memory(shard) for shard in shards), default=BUFFER_BYTES),
-            n_free=shutil.disk_usage(_parent(destination)).free,
+            n_free=shutil.disk_usage(parent).free,
         ),
         jobs=n_jobs,
+        link=link,
     )
 
 
@@ -178,6 +209,7 @@ def write(
     overwrite: bool = False,
     checksum: bool = False,
     check: bool = True,
+    link: Link = Link.AUTO,
     on_bytes: Callable[[int], None] = lambda n: None,
 ) -> Outcome:
     """Carry a plan out: `destination` appears when it is whole and proved, or not at all.
@@ -189,7 +221,7 @@ def write(
     """
     return carry_out(
         source,
-        prepare(source, plan, Path(destination), jobs=jobs),
+        prepare(source, plan, Path(destination), jobs=jobs, link=link),
         overwrite=overwrite,
         checksum=checksum,
         check=check,
@@ -254,13 +286,10 @@ def carry_out(
             else None
         )
         _check_space(preparation, [partial] if beside is None else [partial, beside])
-        written = means.write_shards(
-            plan.shards, source, partial, jobs=preparation.jobs, checksum=checksum, on_bytes=on_bytes
-        )
+        how: dict[str, Any] = {"jobs": preparation.jobs, "checksum": checksum, "link": preparation.link}
+        written = means.write_shards(plan.shards, source, partial, on_bytes=on_bytes, **how)
         if beside is not None:
-            written += means.write_shards(
-                plan.sidecar, source, beside, jobs=preparation.jobs, checksum=checksum, on_bytes=on_bytes
-            )
+            written += means.write_shards(plan.sidecar, source, beside, on_bytes=on_bytes, **how)
             beside.write_file(MTP_INDEX, build_json(build_index(plan.sidecar)))
         _write_side_files(source, preparation, partial, written)
         for file, content in means.files.items():
@@ -391,7 +420,7 @@ def conversion_key(plan: Plan) -> str:
 
 def file_bytes(shard: PlanShard) -> int:
     """Bytes of a shard's file, header included."""
-    return len(build_header(shard.tensors(), METADATA)) + shard.n_bytes
+    return len(header_of(shard)) + shard.n_bytes
 
 
 def _parent(path: Path) -> Path:
@@ -441,7 +470,7 @@ def _check_pointers(source: Source, files: SideFiles) -> None:
 
 def _check_space(preparation: Preparation, partials: Sequence[Partial]) -> None:
     n_done = sum(partial.n_finished_bytes + partial.n_grown_bytes for partial in partials)
-    _check_room(preparation, preparation.preflight.n_written - n_done)
+    _check_room(preparation, preparation.preflight.n_needed - n_done)
 
 
 def _check_room(preparation: Preparation, need: int) -> None:

@@ -3,10 +3,12 @@
     python scripts/bench.py --folder /big/disk --gb 1,4,8            # add --mlx-lm for mlx-lm's load and save beside it
     python scripts/bench.py --folder /big/disk --gb 4 --cold         # the source is not in the page cache
     python scripts/bench.py --folder /big/disk --gb 4 --schemes      # FP8 to bfloat16, and quantised on the way
+    python scripts/bench.py --folder /xfs/disk --gb 4 --clones       # on a file system that shares blocks
 
 Checkpoints are made for it: names and config of a transformers export, random weights, gains as real ones lie, vision
 tower and draft head along. Commands run whole (start-up and checks included), each followed by `sync`, in turn and in
-changing order, so that all meet the same disk and page cache; the tables hold medians. Everything made is removed.
+changing order, so that all meet the same disk and page cache; the tables hold medians. "Disk" is what the file system
+has less free afterwards; nothing else should write to it meanwhile. Everything made is removed.
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ class Sizes:
     experts: int = 0
     expert_size: int = 512
     vision_blocks: int = 1
+    mtp: bool = True
     fp8: bool = False
 
     @property
@@ -108,11 +111,14 @@ def _plain_tensors(sizes: Sizes) -> Iterator[Tensor]:
         yield from _layer(f"{outer}layers.{i}.", sizes, full=(i + 1) % 4 == 0)
     yield f"{outer}norm.weight", Dtype.BF16, (hidden,)
     yield "lm_head.weight", Dtype.BF16, (sizes.vocab, hidden)
-    yield "model.visual.patch_embed.proj.weight", Dtype.BF16, (1152, 3, 2, 16, 16)
+    if sizes.vision_blocks:
+        yield "model.visual.patch_embed.proj.weight", Dtype.BF16, (1152, 3, 2, 16, 16)
     for i in range(sizes.vision_blocks):
         yield f"model.visual.blocks.{i}.attn.qkv.weight", Dtype.BF16, (3456, 1152)
         yield f"model.visual.blocks.{i}.mlp.linear_fc1.weight", Dtype.BF16, (4304, 1152)
         yield f"model.visual.blocks.{i}.mlp.linear_fc2.weight", Dtype.BF16, (1152, 4304)
+    if not sizes.mtp:
+        return
     yield "mtp.fc.weight", Dtype.BF16, (hidden, 2 * hidden)
     for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         yield f"mtp.{norm}.weight", Dtype.BF16, (hidden,)
@@ -163,10 +169,11 @@ def n_bytes(tensor: Tensor) -> int:
     return found
 
 
-def sized(gigabytes: float, *, fp8: bool = False) -> Sizes:
+def sized(gigabytes: float, of: Sizes | None = None) -> Sizes:
     """A dense model of about that many bytes; layers make it up."""
-    one, two = (sum(map(n_bytes, tensors_of(replace(Sizes(), layers=n, fp8=fp8)))) for n in (4, 8))
-    return replace(Sizes(), fp8=fp8, layers=max(4, 4 + 4 * round((gigabytes * 1e9 - one) / (two - one))))
+    of = of or Sizes()
+    one, two = (sum(map(n_bytes, tensors_of(replace(of, layers=n)))) for n in (4, 8))
+    return replace(of, layers=max(4, 4 + 4 * round((gigabytes * 1e9 - one) / (two - one))))
 
 
 def write_checkpoint(folder: Path, sizes: Sizes, n_shards: int, sparse: bool) -> None:
@@ -258,7 +265,7 @@ def config_of(sizes: Sizes) -> dict[str, object]:
         "tie_word_embeddings": False,
         "max_position_embeddings": 262144,
         "dtype": "bfloat16",
-        "mtp_num_hidden_layers": 1,
+        "mtp_num_hidden_layers": int(sizes.mtp),
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
     }
     if sizes.experts:
@@ -276,9 +283,7 @@ def config_of(sizes: Sizes) -> dict[str, object]:
         "text_config": text,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
-        "vision_config": {"in_channels": 3, "depth": sizes.vision_blocks},
-        "image_token_id": 45,
-        "video_token_id": 46,
+        **({"vision_config": {"in_channels": 3, "depth": sizes.vision_blocks}} if sizes.vision_blocks else {}),
         **({"quantization_config": FP8_CONFIG} if sizes.fp8 else {}),
     }
 
@@ -295,6 +300,7 @@ def make(folder: Path, sizes: Sizes, n_shards: int, *, sparse: bool = False) -> 
 def run(command: Sequence[str | Path], *, then_sync: bool = True) -> Run:
     """Run a command whole. Its peak memory is that of the process, as the kernel counts it."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed has its bytecode
     with tempfile.TemporaryFile() as output:
         begun = time.perf_counter()
         process = subprocess.Popen([str(part) for part in command], stdout=output, stderr=output, env=environment)
@@ -325,6 +331,12 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+def used_bytes(folder: Path) -> int:
+    """Bytes in use of the file system of a folder; what was written before must be synced."""
+    found = os.statvfs(folder)
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+
 def bench_convert(folder: Path, gigabytes: float, *, n_rounds: int, with_mlx_lm: bool, cold: bool) -> None:
     """Print the rows of one size."""
     commands: Commands = {"`cp -r`": ("cp", "-r"), "`qwen35 convert`": CONVERT}
@@ -336,11 +348,25 @@ def bench_convert(folder: Path, gigabytes: float, *, n_rounds: int, with_mlx_lm:
 def bench_schemes(folder: Path, gigabytes: float, *, n_rounds: int, with_mlx_lm: bool, cold: bool) -> None:
     """Print the rows of an FP8 source of one size, which mlx-lm cannot load, and of a plain one that is quantised."""
     commands: Commands = {"`cp -r` of FP8": ("cp", "-r"), "`qwen35 convert --dequantize`": (*CONVERT, "--dequantize")}
-    _bench(folder, sized(gigabytes, fp8=True), commands, n_rounds=n_rounds, cold=cold)
+    _bench(folder, sized(gigabytes, Sizes(fp8=True)), commands, n_rounds=n_rounds, cold=cold)
     commands = {"`cp -r`": ("cp", "-r"), "`qwen35 convert --quantize 4`": (*CONVERT, "--quantize", "4")}
     if with_mlx_lm:
         commands["mlx-lm, load, quantise and save"] = (sys.executable, "-c", MLX_LM_QUANTIZE)
     _bench(folder, sized(gigabytes), commands, n_rounds=n_rounds, cold=cold)
+
+
+def bench_clones(folder: Path, gigabytes: float, *, n_rounds: int, with_mlx_lm: bool, cold: bool) -> None:
+    """Print the rows of one size of a source that keeps all its tensors, and of one that leaves some out."""
+    commands: Commands = {
+        "`cp -r --reflink=never`": ("cp", "-r", "--reflink=never"),
+        "`cp -r --reflink=always`": ("cp", "-r", "--reflink=always"),
+        "`qwen35 convert --link clone`": (*CONVERT, "--link", "clone"),
+        "`qwen35 convert --link copy`": (*CONVERT, "--link", "copy"),
+    }
+    if with_mlx_lm:
+        commands["mlx-lm, lazy load and save"] = (sys.executable, "-c", MLX_LM)
+    for kind in (Sizes(vision_blocks=0, mtp=False), Sizes()):
+        _bench(folder, sized(gigabytes, kind), commands, n_rounds=n_rounds, cold=cold)
 
 
 Commands = dict[str, tuple[str | Path, ...]]
@@ -352,12 +378,15 @@ def _bench(folder: Path, sizes: Sizes, commands: Commands, *, n_rounds: int, col
     make(source, sizes, max(2, round(sum(map(n_bytes, tensors_of(sizes))) / 2e9)))
     os.sync()
     runs: dict[str, list[Run]] = {name: [] for name in commands}
-    written = {}
+    written: dict[str, int] = {}
+    disk: dict[str, list[int]] = {name: [] for name in commands}
     for i in range(n_rounds):
         for name in list(commands)[:: 1 if i % 2 == 0 else -1]:
             if cold:
                 evict(source)
+            n_before = used_bytes(folder)
             runs[name].append(run((*commands[name], source, target)))
+            disk[name].append(used_bytes(folder) - n_before)
             written[name] = folder_bytes(target)
             shutil.rmtree(target)
             os.sync()
@@ -367,7 +396,8 @@ def _bench(folder: Path, sizes: Sizes, commands: Commands, *, n_rounds: int, col
         middle, peak = statistics.median(seconds), max(one.peak_bytes for one in found)
         print(
             f"| {n_read / 1e9:.2f} GB | {name} | {middle:.2f} s | {min(seconds):.2f}-{max(seconds):.2f} s "
-            f"| {middle / copy:.2f} | {_cpu(found):.2f} s | {peak / 1e6:.0f} MB | {written[name] / 1e9:.2f} GB |",
+            f"| {middle / copy:.2f} | {_cpu(found):.2f} s | {peak / 1e6:.0f} MB | {written[name] / 1e9:.2f} GB "
+            f"| {statistics.median(disk[name]) / 1e9:.3f} GB |",
             flush=True,
         )
     shutil.rmtree(source)
@@ -399,17 +429,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mlx-lm", action="store_true", help="time mlx-lm's load and save too")
     parser.add_argument("--schemes", action="store_true", help="time what is dequantised and quantised instead")
+    parser.add_argument("--clones", action="store_true", help="time what shares blocks with the source instead")
     parser.add_argument("--cold", action="store_true", help="drop the source from the page cache before each run")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.folder, prefix="qwen35-bench-") as made:
         sizes = [float(text) for text in asked.gb.split(",") if text]
         if sizes:
-            print("| source | command | time | least-most | of `cp -r` | CPU | peak memory | written |")
-            print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
-        bench = bench_schemes if asked.schemes else bench_convert
+            print("| source | command | time | least-most | of `cp` | CPU | peak memory | written | disk |")
+            print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+        bench = bench_schemes if asked.schemes else bench_clones if asked.clones else bench_convert
         for gigabytes in sizes:
             bench(Path(made), gigabytes, n_rounds=asked.rounds, with_mlx_lm=asked.mlx_lm, cold=asked.cold)
-        if asked.schemes:
+        if asked.schemes or asked.clones:
             return
         bench_inspect(Path(made), asked.rounds)
 

@@ -23,6 +23,7 @@ from qwen35conv.errors import DestinationError, SourceError
 from qwen35conv.planning.plan import make_plan
 from qwen35conv.source import open_source, read_checkpoint
 from qwen35conv.writing.journal import Journal, open_journal
+from qwen35conv.writing.sharing import Link
 
 distributed = pytest.importorskip("distributed")
 
@@ -157,7 +158,7 @@ def test_a_task_that_comes_too_late_or_sees_other_files_writes_nothing(tmp_path:
     right = dict(plan.checkpoint.identities)
     before = contents(tmp_path)
     for identities, error in ((right, DestinationError), (dict.fromkeys(right, "1:2:3"), SourceError)):
-        arguments = (spec, None, 1, False, shard, identities, str(tmp_path / "over"))
+        arguments = (spec, None, 1, False, Link.AUTO, shard, identities, str(tmp_path / "over"))
         with pytest.raises(error):
             client.submit(_write_one, *arguments, pure=False).result()
     assert contents(tmp_path) == before

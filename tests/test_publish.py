@@ -346,8 +346,8 @@ def test_the_journal_has_a_line_for_each_whole_shard(tmp_path: Path) -> None:
     lines = (tmp_path / "out.partial" / JOURNAL).read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {"schema": SCHEMA, "key": "key"},
-        {"file": SHARD, "n_bytes": len(SHARD), "sha256": None},
-        {"file": OTHER, "n_bytes": len(OTHER), "sha256": None},
+        {"file": SHARD, "n_bytes": len(SHARD), "sha256": None, "n_shared": 0},
+        {"file": OTHER, "n_bytes": len(OTHER), "sha256": None, "n_shared": 0},
     ]
 
 

@@ -13,7 +13,8 @@ from qwen35conv.fixes import fixed
 from qwen35conv.planning.pieces import Fix, Piece, Rule, Write
 from qwen35conv.planning.plan import PlanShard
 from qwen35conv.planning.rows import rows_of
-from qwen35conv.writing.steps import METADATA, steps_of
+from qwen35conv.writing.alignment import METADATA
+from qwen35conv.writing.steps import steps_of
 
 
 def copied(name: str, *pieces: Piece) -> Write:

@@ -29,6 +29,7 @@ from qwen35conv.errors import BusyError, DestinationError, Qwen35ConvError, Sour
 from qwen35conv.planning.plan import PlanShard
 from qwen35conv.source import Source, open_source
 from qwen35conv.writing.journal import Finished, open_journal
+from qwen35conv.writing.sharing import Link
 from qwen35conv.writing.writer import Partial, Written, write_shards
 
 if TYPE_CHECKING:
@@ -225,13 +226,14 @@ def _write_apart(
     *,
     jobs: int,
     checksum: bool,
+    link: Link,
     on_bytes: Callable[[int], None],
     spec: str,
     revision: str | None,
     large_bytes: int,
 ) -> tuple[Written, ...]:
     """As `write_shards`: those of a large job each in a task, those of a small one here."""
-    here = partial(write_shards, shards, source, target, jobs=jobs, checksum=checksum)
+    here = partial(write_shards, shards, source, target, jobs=jobs, checksum=checksum, link=link)
     resumed = target.finished.keys()
     waiting = [shard for shard in shards if shard.file not in resumed]
     if len(waiting) < 2 or sum(shard.n_bytes for shard in waiting) < large_bytes:
@@ -242,7 +244,8 @@ def _write_apart(
     attempt = target.folder / f".attempt-{uuid.uuid4().hex}"
     attempt.mkdir()
     try:
-        _scatter(waiting, source, target, attempt, on_bytes, partial(_write_one, spec, revision, jobs, checksum))
+        write_one = partial(_write_one, spec, revision, jobs, checksum, link)
+        _scatter(waiting, source, target, attempt, on_bytes, write_one)
     finally:
         shutil.rmtree(attempt, ignore_errors=True)  # who still writes there finds no folder to go on in
     written = here(on_bytes=lambda n: None)
@@ -282,6 +285,7 @@ def _write_one(
     revision: str | None,
     jobs: int,
     checksum: bool,
+    link: Link,
     shard: PlanShard,
     identities: dict[str, str],
     attempt: str,
@@ -307,7 +311,8 @@ def _write_one(
     assert journal is not None  # nobody else knows the folder
     try:
         target = Partial(folder, journal)
-        write_shards([shard], source, target, jobs=jobs, checksum=checksum, on_bytes=lambda n: check(), budget=_BUDGET)
+        how: dict[str, Any] = {"jobs": jobs, "checksum": checksum, "link": link}
+        write_shards([shard], source, target, on_bytes=lambda n: check(), budget=_BUDGET, **how)
         return folder.name, target.finished[shard.file]
     finally:
         journal.close()

@@ -15,6 +15,7 @@ from qwen35conv.generation.convention import Generation
 from qwen35conv.planning.packing import packing_of
 from qwen35conv.planning.plan import Mtp, NormDtype, Options
 from qwen35conv.quantities import parse_size, parse_token_ids
+from qwen35conv.writing.sharing import Link
 
 SOURCE, DESTINATION, PUSH = "source", "destination", "push-to-hub"
 
@@ -50,6 +51,7 @@ class Settings:
     options: Options = field(default_factory=Options)
     verifying: Verifying = field(default_factory=Verifying)
     jobs: int | None = None
+    link: Link = Link.AUTO
     overwrite: bool = False
     checksum: bool = False
     no_verify: bool = False
@@ -219,6 +221,7 @@ _VERIFY: dict[str, Callable[[Any], Any]] = {
 }
 _OTHERS: dict[str, Callable[[Any], Any]] = {
     "jobs": _number(1, 64),
+    "link": _choice(Link),
     "overwrite": _flag,
     "checksum": _flag,
     "no-verify": _flag,

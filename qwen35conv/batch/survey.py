@@ -109,7 +109,7 @@ def _look(job: Job) -> Look:
         ]
         n_kept = sum(n_bytes_kept(place, conversion_key(prepared.plan)) for place in partials)
         action = Action.REPLACE if os.path.lexists(job.destination) else Action.RESUME if n_kept else Action.CONVERT
-        return Look(job, verdicts[0], action, prepared.preparation.preflight.n_written - n_kept)
+        return Look(job, verdicts[0], action, prepared.preparation.preflight.n_needed - n_kept)
     except Qwen35ConvError as error:
         return Look(job, verdicts[0] if verdicts else None, Action.REFUSE, 0, error)
 

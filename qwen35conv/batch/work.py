@@ -24,6 +24,7 @@ from qwen35conv.errors import DestinationError, Qwen35ConvError
 from qwen35conv.planning.plan import Plan, make_plan
 from qwen35conv.planning.verdicts import judge_checkpoint
 from qwen35conv.source import LocalSource, open_source, read_checkpoint
+from qwen35conv.writing.sharing import Link
 
 if TYPE_CHECKING:
     from qwen35conv.hub.source import HubSource
@@ -100,7 +101,13 @@ def prepare_job(job: Job, on_verdict: Callable[[str], None]) -> Prepared:
     verdicts = judge_checkpoint(checkpoint)
     on_verdict(verdicts.trunk.generation.value)
     plan = make_plan(checkpoint, settings.options, verdicts)
-    preparation = prepare(source, plan, job.destination, jobs=settings.jobs)
+    preparation = prepare(
+        source,
+        plan,
+        job.destination,
+        jobs=settings.jobs,
+        link=Link.AUTO if settings.via_cache else settings.link,  # what is not here yet can't be asked
+    )
     standing = standing_of(source, preparation, settings)
     if standing is Standing.NEW:
         for target in (job.destination, preparation.sidecar):
@@ -154,7 +161,7 @@ class _Running:
         settings, source, preparation = self.job.settings, prepared.source, prepared.preparation
         if settings.via_cache and not isinstance(source, LocalSource):
             download_first(source, preparation, progress=False)
-            preparation = prepare(source, prepared.plan, self.job.destination, jobs=settings.jobs)
+            preparation = prepare(source, prepared.plan, self.job.destination, jobs=settings.jobs, link=settings.link)
         self._enter(Phase.WRITE, preparation.n_shard_bytes)
         try:
             outcome = carry_out(

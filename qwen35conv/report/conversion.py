@@ -67,8 +67,8 @@ def _build_plan(page: Page, preparation: Preparation) -> None:
         rows.append(("of these shared with the source", flight.n_shared))
     rows += [("free on the target", flight.n_free), ("memory for buffers, at most", flight.n_memory)]
     page.table([[name, exact(n), sized(n)] for name, n in rows], align="lrr")
-    if flight.n_written > flight.n_free:
-        missing = flight.n_written - flight.n_free
+    if flight.n_needed > flight.n_free:
+        missing = flight.n_needed - flight.n_free
         page.line((f"does not fit: {exact(missing)} are missing", "bold red"))
 
 
@@ -81,6 +81,12 @@ def _build_conversion(page: Page, outcome: Outcome) -> None:
     files = counted(len(outcome.written), "shard")
     rate = f", {sized(round(outcome.n_bytes / outcome.seconds))}/s" if outcome.seconds > 0 else ""
     page.line(f"{sized(outcome.n_bytes)} in {files}, {outcome.seconds:.1f} s{rate}")
+    ways = (
+        (outcome.n_shared, "shared with the source"),
+        (outcome.n_copied, "copied"),
+        (outcome.n_computed, "computed"),
+    )
+    page.line(", ".join(f"{exact(n)} {how}" for n, how in ways if n or how == "copied"), hang=2)
     page.line(
         ("✓ ", "green"),
         f"re-read {counted(outcome.n_headers, 'header')}, checked {counted(outcome.n_tensors, 'name')} and shapes "

@@ -112,6 +112,9 @@ def outcome_document(outcome: Outcome) -> dict[str, Any]:
         "sidecar": None if preparation.sidecar is None else str(preparation.sidecar),
         "seconds": round(outcome.seconds, 3),
         "n_bytes": outcome.n_bytes,
+        "n_bytes_shared": outcome.n_shared,
+        "n_bytes_copied": outcome.n_copied,
+        "n_bytes_computed": outcome.n_computed,
         "proof": {"n_headers": outcome.n_headers, "n_tensors": outcome.n_tensors, "n_gains": outcome.n_gains},
         "verification": None if outcome.verification is None else _checks(outcome.verification),
         "shards": [

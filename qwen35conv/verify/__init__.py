@@ -123,7 +123,11 @@ def _verify(
     if Step.STRUCTURE in steps:
         checks.append(check_structure(checkpoint, plan))
     if Step.VALUES in steps:
-        checks.append(check_values(source, checkpoint, plan, everything=options.deep, on_progress=on_progress))
+        checks.append(
+            check_values(
+                source, checkpoint, plan, everything=options.deep, brief=options.brief, on_progress=on_progress
+            )
+        )
     if Step.SOURCE in steps and options.original is not None:
         whole = plan_of_all(checkpoint, plan)
         original = open_view(options.original.source, options.original.plan)

@@ -41,6 +41,7 @@ class Finished:
     file: str
     n_bytes: int
     sha256: str | None
+    n_shared: int = 0  # of these bytes, in blocks that are the source's own
 
 
 class Journal:
@@ -135,12 +136,13 @@ def open_journal(folder: Path) -> Journal | None:
 
 
 def n_bytes_kept(folder: Path, key: str) -> int:
-    """Bytes of the whole shards that a run with this key would find in a partial folder; it changes nothing."""
+    """Bytes on the disk of the whole shards that a run with this key would find in a partial folder; read only."""
     n_bytes = 0
     try:
         first, *entries = [json.loads(line) for line in (folder / JOURNAL).read_bytes().splitlines()]
         if (first["schema"], first["key"]) == (_SCHEMA, key):
-            n_bytes = sum(entry["n_bytes"] for entry in entries if (folder / entry.get("file", "-")).is_file())
+            whole = [entry for entry in entries if (folder / entry.get("file", "-")).is_file()]
+            n_bytes = sum(entry["n_bytes"] - entry.get("n_shared", 0) for entry in whole)
     except (OSError, ValueError, TypeError, KeyError):
         return 0
     return n_bytes

@@ -36,8 +36,8 @@ class Partial:
 
     @property
     def n_finished_bytes(self) -> int:
-        """Bytes of the shards that are whole."""
-        return sum(shard.n_bytes for shard in self._journal.finished.values())
+        """Bytes that the whole shards take on the disk: what they share with the source is not theirs."""
+        return sum(shard.n_bytes - shard.n_shared for shard in self._journal.finished.values())
 
     @property
     def n_grown_bytes(self) -> int:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from qwen35conv.facts.header import build_header
 from qwen35conv.planning.pieces import Fix, Piece, Write
 from qwen35conv.planning.plan import PlanShard
 from qwen35conv.planning.rows import row_bytes, some_rows
+from qwen35conv.writing.alignment import BLOCK_BYTES, LEAST_BYTES, header_of, runs_of
 
-METADATA: Mapping[str, str] = {"format": "mlx"}
 _COPY_BYTES = 32 << 20  # a thread stops between two steps
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Bytes of a shard from `offset` on: given (the header), copied from the source, or computed."""
+    """Bytes of a shard from `offset` on: given (the header), copied from the source, or computed.
+
+    `is_aligned`: whole blocks that fall on blocks, which a file system may share instead of copying them.
+    """
 
     offset: int
     n_bytes: int
     content: bytes | Piece | Write | Packing
+    is_aligned: bool = False
+
+    @property
+    def is_congruent(self) -> bool:
+        """Whether the source's blocks fall on blocks, so that even an ordinary copy might share some of them."""
+        return isinstance(self.content, Piece) and (self.content.begin - self.offset) % BLOCK_BYTES == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,51 +38,41 @@ class Packing:
     parts: tuple[tuple[Write, int], ...]
 
 
-def steps_of(shard: PlanShard) -> tuple[Step, ...]:
-    """A shard's file from first byte to last. Ranges that follow each other in source and shard are one copy."""
-    header = build_header(shard.tensors(), METADATA)
+def steps_of(shard: PlanShard, *, by_blocks: bool = False) -> tuple[Step, ...]:
+    """A shard's file from first byte to last; the parts of packed weights come at the end, together.
+
+    `by_blocks` cuts copies where whole blocks begin and end, if many of them can be shared.
+    """
+    header = header_of(shard)
     steps = [Step(0, len(header), header)]
-    offset = len(header)
     packings: dict[tuple[Piece, ...], list[tuple[Write, int]]] = {}
-    for write in shard.writes:
-        if write.packed is not None:
-            packings.setdefault(write.pieces, []).append((write, offset))
-            offset += write.n_bytes
-            continue
-        for content in write.pieces if write.fix is Fix.NONE else (write,):
-            last = steps[-1].content
-            if (
-                isinstance(content, Piece)
-                and isinstance(last, Piece)
-                and (last.file, last.end) == (content.file, content.begin)
-                and steps[-1].offset + last.n_bytes == offset
-            ):
-                whole = Piece(last.file, last.begin, content.end)
-                steps[-1] = Step(steps[-1].offset, whole.n_bytes, whole)
-            else:
-                steps.append(Step(offset, content.n_bytes, content))
-            offset += content.n_bytes
+    for start, content in runs_of(shard):
+        offset = len(header) + start
+        if isinstance(content, Piece):
+            steps += _cut(content, offset, by_blocks=by_blocks)
+        elif content.packed is not None:
+            packings.setdefault(content.pieces, []).append((content, offset))
+        elif content.fix is Fix.DEQUANTIZE:
+            steps += [Step(at, write.n_bytes, write) for write, at in _by_rows(content, offset)]
+        else:
+            steps.append(Step(offset, content.n_bytes, content))
     for parts in packings.values():
-        steps.append(Step(parts[0][1], sum(write.n_bytes for write, _ in parts), Packing(tuple(parts))))
-    return tuple(part for step in steps for part in _cut(step))
+        for cuts in zip(*(_by_rows(write, offset) for write, offset in parts), strict=True):
+            steps.append(Step(cuts[0][1], sum(write.n_bytes for write, _ in cuts), Packing(cuts)))
+    return tuple(steps)
 
 
-def _cut(step: Step) -> Iterator[Step]:
-    """A step in ones that end soon enough to stop between them; nothing for no bytes."""
-    if isinstance(step.content, Piece):
-        piece = step.content
-        for begin in range(piece.begin, piece.end, _COPY_BYTES):
-            part = Piece(piece.file, begin, min(begin + _COPY_BYTES, piece.end))
-            yield Step(step.offset + begin - piece.begin, part.n_bytes, part)
-    elif isinstance(step.content, Packing):
-        parts = [_by_rows(write, offset) for write, offset in step.content.parts]
-        for cuts in zip(*parts, strict=True):
-            yield Step(cuts[0][1], sum(write.n_bytes for write, _ in cuts), Packing(cuts))
-    elif isinstance(step.content, Write) and step.content.fix is Fix.DEQUANTIZE:
-        for write, offset in _by_rows(step.content, step.offset):
-            yield Step(offset, write.n_bytes, write)
-    else:
-        yield step
+def _cut(piece: Piece, offset: int, *, by_blocks: bool) -> Iterator[Step]:
+    """A copy in steps that end soon enough to stop between them; nothing for no bytes."""
+    move = offset - piece.begin
+    first = -(-piece.begin // BLOCK_BYTES) * BLOCK_BYTES
+    last = piece.end // BLOCK_BYTES * BLOCK_BYTES
+    if not by_blocks or move % BLOCK_BYTES or last - first < LEAST_BYTES:
+        first = last = piece.begin
+    for start, stop, is_aligned in ((piece.begin, first, False), (first, last, True), (last, piece.end, False)):
+        for begin in range(start, stop, _COPY_BYTES):
+            part = Piece(piece.file, begin, min(begin + _COPY_BYTES, stop))
+            yield Step(begin + move, part.n_bytes, part, is_aligned)
 
 
 def _by_rows(write: Write, offset: int) -> Iterator[tuple[Write, int]]:

@@ -49,12 +49,12 @@ def copy_buffered(source: int, begin: int, target: int, offset: int, n_bytes: in
     return n_moved
 
 
-def move(source: int, begin: int, target: int, offset: int, n_bytes: int) -> None:
-    """Move all of a range, the quickest way that works.
+def move(source: int, begin: int, target: int, offset: int, n_bytes: int, *, may_share: bool = True) -> None:
+    """Move all of a range, the quickest way that works; unless `may_share`, one that makes the bytes the target's own.
 
     Raises ReadFailedError where the source ends early or can't be read, and OSError where the target can't be written.
     """
-    for mover in (copy_range, send_file):
+    for mover in (copy_range, send_file) if may_share else (send_file,):
         try:
             while n_bytes and (n_moved := mover(source, begin, target, offset, n_bytes)):
                 begin, offset, n_bytes = begin + n_moved, offset + n_moved, n_bytes - n_moved

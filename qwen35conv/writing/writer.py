@@ -21,14 +21,15 @@ from qwen35conv.fixes import computed, packed
 from qwen35conv.planning.pieces import Fix, Piece, Write
 from qwen35conv.planning.plan import PlanShard
 from qwen35conv.source import Source
+from qwen35conv.writing.clones import Clone, clone_of
 from qwen35conv.writing.journal import Finished, destination_error
 from qwen35conv.writing.publish import Partial, check_destination, publishing, settle
-from qwen35conv.writing.steps import METADATA, Packing, Step, steps_of
+from qwen35conv.writing.sharing import Link, Sharing, not_shared_error, sharing_here
+from qwen35conv.writing.steps import Packing, Step, steps_of
 from qwen35conv.writing.transfer import BUFFER_BYTES, ReadFailedError, begin_flush, move, write_all
 
 __all__ = [
     "BUFFER_BYTES",
-    "METADATA",
     "Partial",
     "Written",
     "check_destination",
@@ -43,12 +44,13 @@ _NOTED_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A whole shard: its file's bytes, and how many of them are the source's own or were computed."""
+    """A whole shard: its file's bytes; of its tensors' how many are in the source's own blocks, copied, or computed."""
 
     file: str
     n_bytes: int
     sha256: str | None
     resumed: bool
+    n_shared: int
     n_copied: int
     n_computed: int
 
@@ -60,19 +62,28 @@ def write_shards(
     *,
     jobs: int,
     checksum: bool,
+    link: Link = Link.AUTO,
     on_bytes: Callable[[int], None] = lambda n: None,
     budget: AbstractContextManager[object] | None = None,
+    sharing: Sharing | None = None,
 ) -> tuple[Written, ...]:
     """What was written, in the order of `shards`; those that are whole already are not written again.
 
-    `on_bytes` is told of bytes as they come, by one thread at a time. `budget` is entered for every step: a semaphore
-    that several conversions share bounds what they do at once. Raises SourceError where the source can't be read
-    or changes meanwhile, and DestinationError where a shard can't be written; whole shards stay in the partial folder.
+    `link` says whether blocks may be shared with the source, by `sharing`, or else what this system offers; the bytes
+    are the same. `on_bytes` is told of bytes as they come, by one thread at a time. `budget` is entered for every step:
+    a semaphore that several conversions share bounds what they do at once. Raises SourceError where the source can't be
+    read or changes meanwhile, and DestinationError where a shard can't be written, or is to be a clone and can't; whole
+    shards stay in the partial folder.
     """
-    resumed = partial.finished.keys() & {shard.file for shard in shards}
+    resumed = {
+        shard.file
+        for shard in shards
+        if (found := partial.finished.get(shard.file)) and not (link is Link.COPY and found.n_shared)
+    }
     for file in resumed:
         on_bytes(partial.finished[file].n_bytes)
-    growing = [_Growing(shard, source, partial, checksum) for shard in shards if shard.file not in resumed]
+    how = None if link is Link.COPY else sharing or sharing_here()
+    growing = [_Growing(shard, source, partial, checksum, link, how) for shard in shards if shard.file not in resumed]
     for one in growing:
         on_bytes(one.n_bytes - one.n_missing)
     _Crew(growing, partial.folder, on_bytes, budget or nullcontext()).run(jobs)
@@ -87,17 +98,31 @@ def write_shards(
 class _Growing:
     """One shard on its way."""
 
-    def __init__(self, shard: PlanShard, source: Source, partial: Partial, checksum: bool) -> None:
+    def __init__(
+        self,
+        shard: PlanShard,
+        source: Source,
+        partial: Partial,
+        checksum: bool,
+        link: Link,
+        sharing: Sharing | None,  # None: nothing may be shared
+    ) -> None:
         self.shard = shard
         self.source = source
         self.partial = partial
         self.checksum = checksum
         self.path = partial.temporary(shard.file)
-        steps = steps_of(shard)
         files = {piece.file for write in shard.writes for piece in write.read_pieces}
         self.identities = {file: source.identity(file) for file in sorted(files)}
         self.is_slow = any(source.local_path(file) is None for file in files)  # worth going on from inside
+        self.link = link
+        self.sharing = None if self.is_slow else sharing
+        by_ranges = self.sharing is not None and self.sharing.can_share_ranges(partial.folder)
+        steps = steps_of(shard, by_blocks=by_ranges)
         self.n_bytes = sum(step.n_bytes for step in steps)
+        self.n_shared = 0
+        self._clone = None if self.sharing is None else clone_of(steps)  # None: the file is no clone, or not any more
+        self._refused: set[str] = set()  # source files that no blocks can be shared with
         done = partial.grown(shard.file)
         steps = tuple(step for step in steps if step.offset not in done) or steps[:1]
         self._unnoted: list[Step] = []  # done, but not in the journal yet
@@ -109,8 +134,8 @@ class _Growing:
         self.begun = False
         self._sources: dict[str, int] = {}
 
-    def begin(self) -> None:
-        """Make the file."""
+    def begin(self) -> int:
+        """Make the file. Returns how many of its bytes are there at once, because it is a clone."""
         self.begun = True
         self._check_source()
         for file in self.identities:
@@ -120,20 +145,32 @@ class _Growing:
                     self._sources[file] = os.open(path, os.O_RDONLY)
                 except OSError as error:
                     raise _read_error(self.source, file, error) from error
-        self.path.touch()
+        if self._clone is None or not self._begin_as(self._clone):
+            self._clone = None
+            self.path.touch()
+            return 0
+        self.waiting = deque(self._clone.patches)
+        self.n_pending = len(self._clone.patches)
+        self.n_missing -= self._clone.n_kept
+        self.n_shared = self._clone.n_shared
+        return self._clone.n_kept
 
     def carry_out(
         self, step: Step, target: int, stop: threading.Event, on_bytes: Callable[[int], None] = lambda n: None
-    ) -> None:
-        """Write the bytes of one step through `target`, an open descriptor of the file.
+    ) -> int:
+        """Write the bytes of one step through `target`, an open descriptor. Returns how many of them are shared.
 
         `stop` ends a slow one; of that `on_bytes` is told as bytes come, of others when all are written.
         """
         if isinstance(step.content, bytes):
-            write_all(target, step.content, step.offset)
+            if self._clone is None or not self._has(self._clone.file, step.content, step.offset):
+                write_all(target, step.content, step.offset)  # a canonical source may have the very header
             on_bytes(step.n_bytes)
         elif isinstance(step.content, Piece):
-            self._copy(step.content, step.offset, target, stop, on_bytes)
+            if step.is_aligned and self._share(step.content, step.offset, target):
+                on_bytes(step.n_bytes)
+                return step.n_bytes
+            self._copy(step, step.content, target, stop, on_bytes)
         elif isinstance(step.content, Packing):
             self._pack(step.content, target, stop)
             on_bytes(step.n_bytes)
@@ -145,6 +182,7 @@ class _Growing:
             with self._noting:
                 self._unnoted.append(step)
             self._note(target, at_least=_NOTED_BYTES)
+        return 0
 
     def leave(self) -> None:
         """Note what is done of a shard that is not whole, for the next run to go on from, and close the source."""
@@ -173,20 +211,55 @@ class _Growing:
         sha256 = _sha256(self.path, stop) if self.checksum else None
         self.close()
         self._check_source()
-        self.partial.finish(Finished(self.shard.file, self.n_bytes, sha256))
+        self.partial.finish(Finished(self.shard.file, self.n_bytes, sha256, self.n_shared))
 
     def close(self) -> None:
         """Close the source's files."""
         while self._sources:
             os.close(self._sources.popitem()[1])
 
+    def _begin_as(self, clone: Clone) -> bool:
+        """Whether the file now is a clone, cut to the shard's length."""
+        assert self.sharing is not None
+        try:
+            self.path.unlink(missing_ok=True)
+            self.sharing.clone_file(self._sources[clone.file], self.path)
+            os.truncate(self.path, self.n_bytes)
+        except OSError as error:
+            self.path.unlink(missing_ok=True)
+            self._refuse(clone.file, error)
+            return False
+        return True
+
+    def _share(self, piece: Piece, offset: int, target: int) -> bool:
+        """Whether whole blocks of the source now stand in the file."""
+        assert self.sharing is not None
+        if piece.file in self._refused:
+            return False
+        try:
+            self.sharing.clone_range(self._sources[piece.file], piece.begin, target, offset, piece.n_bytes)
+        except OSError as error:
+            self._refuse(piece.file, error)
+            return False
+        return True
+
+    def _has(self, file: str, content: bytes, begin: int) -> bool:
+        return os.pread(self._sources[file], len(content), begin) == content
+
+    def _refuse(self, file: str, error: OSError) -> None:
+        if self.link is Link.CLONE:
+            raise not_shared_error(self.path, file, error) from error
+        self._refused.add(file)
+
     def _copy(
-        self, piece: Piece, offset: int, target: int, stop: threading.Event, on_bytes: Callable[[int], None]
+        self, step: Step, piece: Piece, target: int, stop: threading.Event, on_bytes: Callable[[int], None]
     ) -> None:
-        opened = self._sources.get(piece.file)
+        offset, opened = step.offset, self._sources.get(piece.file)
         if opened is not None:
+            # What is told of shared bytes is exact: where blocks fall on blocks, a copy may not share some by itself.
+            may_share = self.link is not Link.COPY and (piece.file in self._refused or not step.is_congruent)
             try:
-                move(opened, piece.begin, target, offset, piece.n_bytes)
+                move(opened, piece.begin, target, offset, piece.n_bytes, may_share=may_share)
             except ReadFailedError as error:
                 raise _read_error(self.source, piece.file, error) from error
             on_bytes(piece.n_bytes)
@@ -269,8 +342,8 @@ class _Crew:
                     held, target = None, os.open(shard.path, os.O_WRONLY)
                     held = shard
                 with self._budget:
-                    shard.carry_out(step, target, self._stop, self._tell)
-                if self._is_last(shard, step):
+                    n_shared = shard.carry_out(step, target, self._stop, self._tell)
+                if self._is_last(shard, step, n_shared):
                     shard.finish(target, self._stop)
         except BaseException as error:  # raised again by `run`
             with self._lock:
@@ -292,15 +365,16 @@ class _Crew:
                 shard = max(self._shards, key=lambda one: len(one.waiting), default=None)
             if shard is None or not shard.waiting:
                 return None
-            if not shard.begun:
-                shard.begin()
+            if not shard.begun and (n_cloned := shard.begin()):
+                self._on_bytes(n_cloned)
             return shard, shard.waiting.popleft()
 
-    def _is_last(self, shard: _Growing, step: Step) -> bool:
+    def _is_last(self, shard: _Growing, step: Step, n_shared: int) -> bool:
         """Whether a step, now done, was the last of its shard."""
         with self._lock:
             shard.n_pending -= 1
             shard.n_missing -= step.n_bytes
+            shard.n_shared += n_shared
             return shard.n_pending == 0
 
     def _tell(self, n_bytes: int) -> None:
@@ -314,8 +388,8 @@ class _StoppedError(Exception):
 
 def _written(shard: PlanShard, finished: Finished, resumed: bool) -> Written:
     n_computed = sum(write.n_bytes for write in shard.writes if write.fix is not Fix.NONE)
-    n_copied = shard.n_bytes - n_computed
-    return Written(shard.file, finished.n_bytes, finished.sha256, resumed, n_copied, n_computed)
+    n_copied = shard.n_bytes - n_computed - finished.n_shared
+    return Written(shard.file, finished.n_bytes, finished.sha256, resumed, finished.n_shared, n_copied, n_computed)
 
 
 def _read_error(source: Source, file: str, error: OSError) -> SourceError:
