@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 
 import numpy as np
 
@@ -69,11 +70,13 @@ def _look(source: Source, write: Write, plan: Plan, n_sample: int | None) -> tup
     assert exponent is not None
     kind, all_set = exponent
     n_bytes = 0
-    for piece in _blocks(write, n_sample):
-        (raw,) = source.read(piece.file, [(piece.begin, piece.end)])
-        n_bytes += piece.n_bytes
-        if ((np.frombuffer(raw, kind) & all_set) == all_set).any():
-            return n_bytes, False
+    for file, blocks in groupby(_blocks(write, n_sample), key=lambda piece: piece.file):
+        ranges = [(piece.begin, piece.end) for piece in blocks]
+        for some in [ranges] if n_sample is not None else [[one] for one in ranges]:
+            for raw in source.read(file, some):
+                n_bytes += len(raw)
+                if ((np.frombuffer(raw, kind) & all_set) == all_set).any():
+                    return n_bytes, False
     return n_bytes, True
 
 
