@@ -107,6 +107,8 @@ def main() -> int:
     clean = [r for r in trunks if r[2] in (Generation.RAW, Generation.CANONICAL)]
     print("Of these, only the ones that should convert:\n")
     table(clean, 0)
+    print("Those of them that lie within the published ranges, by size:\n")
+    table([(r[1].split()[0], *r[1:]) for r in clean if r[0] == "published"], 0)
     print(f"## {len(beyond)} trunks beyond evidence\n")
     table(beyond, 2)
     print(f"## {len(heads)} mtp heads\n")
