@@ -169,8 +169,9 @@ def _read_receipt(folder: Path) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
     except OSError as error:
+        why = f"no {RECEIPT} in it: not the result of a conversion" if folder.is_dir() else "no such folder"
         raise SourceError(
-            f"{folder}: no {RECEIPT} in it: not the result of a conversion",
+            f"{folder}: {why}",
             hint="give the folder that `qwen35 convert` made",
         ) from error
     found = parse_json(str(path), raw)

@@ -94,6 +94,7 @@ WRONG = {
     "both": ({"prompt": "a", "tokens": "1,2"}, "prompt and tokens exclude each other", None),
     "told twice": ({"repair": True, "assume": "raw"}, "repair and assume exclude each other", None),
     "chat": ({"chat": True}, "chat needs prompt", None),
+    "huge": ({"atol": 10**400}, "atol: expected a number from 0 on", None),
     "atol": ({"atol": 0.5}, "atol needs reference", None),
     "unproved": ({"no-verify": True, "deep": True}, "no-verify and deep exclude each other", None),
 }

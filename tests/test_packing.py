@@ -136,6 +136,15 @@ def test_what_is_packed_is_not_packed_again(tmp_path: Path) -> None:
         make_plan(packed, Options(quantize=MODES["mxfp4"], assume=Generation.CANONICAL))
 
 
+def test_weights_that_no_group_divides_are_told(tmp_path: Path) -> None:
+    made = tiny.make()  # of rows of 24, 40, 60 and 64 only the last divide
+    checkpoint = read_checkpoint(open_source(str(tiny.save(tmp_path / "source", made.raw, made.config))))
+    plan = make_plan(checkpoint, Options(quantize=MODES["mxfp4"]))
+    (told,) = [found.text for found in plan.findings if found.code == "not-packed"]
+    assert "groups of 32" in told
+    assert list(plan.packing) == ["language_model.model.layers.3.self_attn.o_proj"]
+
+
 def test_the_draft_head_and_the_vision_tower_stay_as_they_are(tmp_path: Path) -> None:
     from qwen35conv.planning.plan import Mtp
 

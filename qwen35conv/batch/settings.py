@@ -160,7 +160,7 @@ def _number(low: int, high: int) -> Callable[[Any], int]:
 
 
 def _tolerance(value: Any) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1e300:
         raise ValueError(f"expected a number from 0 on, found {value!r}")
     return float(value)
 

@@ -30,7 +30,7 @@ from qwen35conv.generation.convention import ConvLayout, Generation, Verdict, re
 from qwen35conv.planning.blocks import dequantized, pair_scales
 from qwen35conv.planning.experts import split_fused, stack_experts
 from qwen35conv.planning.inventory import check_inventory
-from qwen35conv.planning.packing import quantized
+from qwen35conv.planning.packing import is_packable, quantized
 from qwen35conv.planning.pieces import Fix, Rule, Skip, Write, copy_of, piece_of
 from qwen35conv.planning.scheme import check_scheme, packing
 from qwen35conv.planning.verdicts import Verdicts, conv_layout, judge_checkpoint
@@ -161,6 +161,7 @@ def make_plan(checkpoint: Checkpoint, options: Options | None = None, verdicts: 
         writes, heads = (dequantized(group, weights, scales, config.fp8_block) for group in (writes, heads))
     if options.quantize is not None:
         writes, modes = _quantized(label, writes, config, modes, options.quantize)
+        findings += _unpacked(writes, modes, options.quantize)
 
     _check_unique(label, writes + heads)
     check_inventory(label, writes, config, tied=tied, modes=modes)
@@ -192,10 +193,20 @@ def _quantized(
 ) -> tuple[list[Write], Mapping[str, ModuleQuantization | None]]:
     if modes:
         raise CheckpointError(
-            f"{label}: {len(modes)} modules are packed already: {few(modes)}",
+            f"{label}: packed already: {few(modes)}",
             hint="quantise the BF16 release instead; without --quantize what is packed rides through",
         )
     return quantized(label, writes, config, asked)
+
+
+def _unpacked(
+    writes: Iterable[Write], modes: Mapping[str, ModuleQuantization | None], asked: ModuleQuantization
+) -> list[Finding]:
+    odd = [write.name for write in writes if is_packable(write) and write.name.removesuffix(".weight") not in modes]
+    if not odd:
+        return []
+    text = f"weights whose rows do not divide into groups of {asked.group_size} are not packed: {few(odd)}"
+    return [Finding("not-packed", text, Severity.WARNING)]
 
 
 def _check_names(checkpoint: Checkpoint, options: Options, modes: Mapping[str, ModuleQuantization | None]) -> None:

@@ -79,7 +79,9 @@ def show_inspection(inspection: Inspection, *, as_json: bool, all_tensors: bool,
         try:
             report.write_text(picture, encoding="utf-8")
         except OSError as error:
-            raise DestinationError(f"{report}: can't be written: {error.strerror or error}") from error
+            raise DestinationError(
+                f"{report}: can't be written: {error.strerror or error}", hint="choose another name for --report"
+            ) from error
     if as_json:
         show_document(inspection_document(inspection, all_tensors=all_tensors))
     else:
