@@ -347,7 +347,7 @@ def verify(
         found = read_checkpoint(opened, ignore_index=ignore_index)
         plan = room.plan_to_verify(found)
         options = room.VerifyOptions(
-            original=None if source is None else room.open_original(source, found, plan, revision=revision),
+            original=None if source is None else room.open_original(source, opened, found, plan, revision=revision),
             prompt=prompt if prompt_file is None else room.read_prompt(prompt_file),
             tokens=None if tokens is None else _token_ids(tokens),
             chat=chat,

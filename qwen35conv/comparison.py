@@ -16,6 +16,7 @@ from qwen35conv.facts.checkpoint import Checkpoint
 from qwen35conv.facts.header import Dtype
 from qwen35conv.facts.layout import Region, Role, parse_name
 from qwen35conv.generation.convention import Generation, repair_shift
+from qwen35conv.planning.inventory import DraftHeadError
 from qwen35conv.planning.pieces import Fix, Write
 from qwen35conv.planning.plan import Mtp, NormDtype, Options, Plan, make_plan
 from qwen35conv.planning.verdicts import Verdicts, judge_checkpoint
@@ -144,7 +145,7 @@ def make_pair(
     both = ((*a, assume[0], verdicts[0]), (*b, assume[1], verdicts[1]))
     try:
         sides = [_side(*one, options, repair=repair) for one in both]
-    except ConventionError as error:  # the draft head's own gains tell nothing
+    except (ConventionError, DraftHeadError) as error:  # its own gains tell nothing, or it is not whole
         left.append(Left(_OPTIONAL[Region.MTP], str(error)))
         sides = [_side(*one, replace(options, mtp=Mtp.DROP), repair=repair) for one in both]
     first, second = _with_exact_gains(sides[0], sides[1]), _with_exact_gains(sides[1], sides[0])
@@ -187,7 +188,7 @@ def _side(
     *,
     repair: bool,
 ) -> Side:
-    """Raises ConventionError where the draft head, not the trunk, allows no plan."""
+    """Raises ConventionError or DraftHeadError where the draft head, not the trunk, allows no plan."""
     trunk, problem = verdicts.trunk, None
     if assume is None and trunk.shift is None and not (repair and repair_shift(trunk.generation) is not None):
         reason = trunk.reasons[0] if trunk.reasons else "no evidence"

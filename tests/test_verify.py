@@ -117,15 +117,6 @@ def test_a_plan_without_one_tensor_fails_the_structure(tmp_path: Path) -> None:
     assert first.writes[0].name in found.checks[0].summary
 
 
-def test_an_integer_weight_without_packing_fails_the_structure(tmp_path: Path) -> None:
-    name = "language_model.model.layers.0.mlp.up_proj.weight"
-    made = make()
-    changed = {name: made.canonical[name].view(np.int16)}
-    found = run(canonical(tmp_path, made, changed), steps=(Step.STRUCTURE,))["structure"]
-    assert found.passed is False
-    assert name in found.summary
-
-
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_a_value_that_is_not_finite_is_found(tmp_path: Path, bad: float) -> None:
     made = make()

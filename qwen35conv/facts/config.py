@@ -64,6 +64,7 @@ class Quantization:
 
     default: ModuleQuantization
     modules: Mapping[str, ModuleQuantization | None]
+    entry: Mapping[str, Any] | None = None  # MLX's own, as it stands; None: another packer's keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +120,15 @@ class ModelConfig:
         return int(self.head_dim * self.rope.partial_factor)
 
 
-def parse_json(where: str, raw: bytes) -> dict[str, Any]:
+def parse_json(where: str, raw: bytes, *, max_pairs: int = _MAX_PAIRS) -> dict[str, Any]:
     """A JSON object from a file beside the weights. Raises SourceError where it is none."""
     if raw.startswith(LFS_POINTER):
         raise SourceError(
             f"{where}: a Git LFS pointer, not the file itself",
             hint="run `git lfs pull` in the repository, or download the file from the Hub",
         )
-    if has_more_values(raw, _MAX_PAIRS, 2 * _MAX_PAIRS):
-        raise SourceError(f"{where}: more than {_MAX_PAIRS} entries", hint="this is no model's file")
+    if has_more_values(raw, max_pairs, 2 * max_pairs):
+        raise SourceError(f"{where}: more than {max_pairs} entries", hint="this is no model's file")
     try:
         text = raw.decode("utf-8-sig")
         document = json.loads(text, object_pairs_hook=no_duplicates)
@@ -337,7 +338,7 @@ def _quantization(where: str, document: Mapping[str, Any], text: Mapping[str, An
             for name, value in entry.items()
             if value is False or isinstance(value, dict)
         }
-        return Quantization(default, modules)
+        return Quantization(default, modules, entry)
     return _auto_round(where, _foreign_entry(document, text))
 
 

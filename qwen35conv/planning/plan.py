@@ -29,7 +29,7 @@ from qwen35conv.facts.layout import (
 from qwen35conv.generation.convention import ConvLayout, Generation, Verdict, repair_shift
 from qwen35conv.planning.blocks import dequantized, pair_scales
 from qwen35conv.planning.experts import split_fused, stack_experts
-from qwen35conv.planning.inventory import check_inventory
+from qwen35conv.planning.inventory import check_head_inventory, check_inventory
 from qwen35conv.planning.packing import is_packable, quantized
 from qwen35conv.planning.pieces import Fix, Rule, Skip, Write, copy_of, piece_of
 from qwen35conv.planning.scheme import check_scheme, packing
@@ -149,10 +149,10 @@ def make_plan(checkpoint: Checkpoint, options: Options | None = None, verdicts: 
     else:
         skips += [_skip(tensor, "vision tower: not part of the text model") for tensor in regions[Region.VISION]]
     heads: list[Write] = []
+    prefix = KEPT_MTP_PREFIX if options.mtp is Mtp.KEEP else SIDECAR_MTP_PREFIX
     if head_shift is None:
         skips += [_skip(tensor, "draft head (mtp): not part of the base model") for tensor in regions[Region.MTP]]
     else:
-        prefix = KEPT_MTP_PREFIX if options.mtp is Mtp.KEEP else SIDECAR_MTP_PREFIX
         heads = _text_writes(regions[Region.MTP], config, head_shift, options, prefix)
     skips += [_skip(t, "rotary buffer: computed anew") for t in text if t.place and t.place.role is Role.BUFFER]
     skips += [_skip(scales[skip.name], skip.reason) for skip in skips if skip.name in scales]
@@ -165,6 +165,8 @@ def make_plan(checkpoint: Checkpoint, options: Options | None = None, verdicts: 
 
     _check_unique(label, writes + heads)
     check_inventory(label, writes, config, tied=tied, modes=modes)
+    if heads:
+        check_head_inventory(label, heads, config, prefix=prefix, modes=modes)
     findings += _findings(checkpoint, verdicts, regions, options)
     findings += _dtype_findings(writes + heads)
     order = {shard.file: i for i, shard in enumerate(checkpoint.shards)}
@@ -450,6 +452,8 @@ def _findings(
         found.append(Finding("stacked-prefix", f"{n} names carried a doubled or mixed prefix; it is collapsed"))
     if config.n_mtp_layers and not regions[Region.MTP]:
         found.append(Finding("mtp-declared", "config.json promises a draft head (mtp), but no tensor of one is stored"))
+    if options.mtp is not Mtp.DROP and not regions[Region.MTP]:
+        found.append(Finding("mtp-none", "no draft head (mtp) stands in the shards: none is kept", Severity.WARNING))
     if options.mtp is Mtp.KEEP and regions[Region.MTP]:
         text = "the draft head stays in the result: mlx-lm up to 0.31, mlx-bun 0.4 and mlx-swift-lm before mid-2026 " \
                "will shift the trunk's gains a second time"  # fmt: skip
