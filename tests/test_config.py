@@ -103,6 +103,7 @@ def test_another_architecture_is_refused_by_name(model_type: Any) -> None:
         ("layer_types", ["sliding"] * 4),
         ("tie_word_embeddings", "yes"),
         ("attention_bias", 1),
+        ("partial_rotary_factor", 2),
     ],
 )
 def test_a_wrong_value_names_its_key(key: str, value: Any) -> None:

@@ -235,12 +235,12 @@ class _Reader:
             raise self.fail(key, f"a whole number from {minimum} to {maximum}")
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float, *, maximum: float = _MAX_NUMBER) -> float:
         value = self.entries.get(key)
         if value is None:
             return default
-        if type(value) not in (int, float) or not 0 < value < _MAX_NUMBER:
-            raise self.fail(key, "a positive number")
+        if type(value) not in (int, float) or not 0 < value <= maximum:
+            raise self.fail(key, "a positive number" if maximum == _MAX_NUMBER else f"a number up to {maximum}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -294,7 +294,7 @@ def _rope(read: _Reader) -> Rope:
         raise inner.fail("mrope_section", "a list of whole numbers")
     return Rope(
         theta=inner.number("rope_theta", DEFAULT_THETA),
-        partial_factor=inner.number("partial_rotary_factor", 0.25),
+        partial_factor=inner.number("partial_rotary_factor", 0.25, maximum=1),
         mrope_section=tuple(section),
         mrope_interleaved=inner.flag("mrope_interleaved", True),
         theta_given=inner.entries.get("rope_theta") is not None,
