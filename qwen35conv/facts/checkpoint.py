@@ -113,6 +113,7 @@ class Checkpoint:
     sidecars: tuple[Sidecar, ...]
     findings: tuple[Finding, ...]
     origin: Origin | None = None  # None: not from the Hub
+    ignored_index: bool = False  # whether there is one, and it was not asked
 
     @property
     def n_bytes(self) -> int:

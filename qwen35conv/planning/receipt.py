@@ -148,6 +148,7 @@ def options_document(plan: Plan) -> dict[str, Any]:
         "tie-embeddings": options.tie,
         "dequantize": options.dequantize,
         "quantize": None if options.quantize is None else asdict(options.quantize),
+        "ignore-index": plan.checkpoint.ignored_index,
     }
 
 
