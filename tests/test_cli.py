@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import tiny
 
+import qwen35conv
 from qwen35conv.errors import DestinationError, Qwen35ConvError, SourceError
 
 
@@ -242,6 +245,19 @@ def test_help_imports_neither_mlx_nor_the_hub() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_every_error_says_what_to_do_next() -> None:
+    for module in pkgutil.walk_packages(qwen35conv.__path__, "qwen35conv."):
+        if "__main__" not in module.name:
+            importlib.import_module(module.name)
+    kinds, known = [Qwen35ConvError], set()
+    while kinds:
+        kind = kinds.pop()
+        known.add(kind)
+        kinds += kind.__subclasses__()
+    assert len(known) > 12
+    assert [kind.__name__ for kind in known - {Qwen35ConvError} if not kind.usual_hint] == []
 
 
 def test_errors_know_their_exit_code() -> None:

@@ -33,6 +33,8 @@ BACKENDS = ("auto", "metal", "cuda", "ops")
 class BackendError(Qwen35ConvError):
     """A backend that is unknown, or that this machine or these shapes do not allow."""
 
+    usual_hint = "choose --backend auto"
+
 
 class NoBackendError(BackendError):
     """A backend that is asked for by name and is not to be had here: a usage error, no fault of the checkpoint."""

@@ -52,6 +52,7 @@ class ReportNameError(Qwen35ConvError):
     """A --report file whose name says no format that can be written."""
 
     exit_code = 2
+    usual_hint = "name it .html or .svg"
 
 
 def check_report(report: Path) -> None:
