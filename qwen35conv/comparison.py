@@ -19,6 +19,7 @@ from qwen35conv.generation.convention import Generation, repair_shift
 from qwen35conv.planning.inventory import DraftHeadError
 from qwen35conv.planning.pieces import Fix, Write
 from qwen35conv.planning.plan import Mtp, NormDtype, Options, Plan, make_plan
+from qwen35conv.planning.scheme import find_schemes
 from qwen35conv.planning.verdicts import Verdicts, judge_checkpoint
 from qwen35conv.source import Source
 from qwen35conv.view import View, open_view
@@ -125,10 +126,11 @@ def make_pair(
 ) -> Pair:
     """Both sides under their own plans, with all that both of them hold.
 
-    Vision tower and draft head are left out where only one side has them, as a conversion leaves them out. Where one
-    side stores the gains in float32 and the other's are computed, they are computed in float32. A generation that does
-    not convert is noted, and its gains are taken as they are stored: that tells what is wrong with them, and where they
-    equal what the other side's plan gives, they are right. Raises CheckpointError for any other fault.
+    FP8 in blocks is taken as the bfloat16 that it stands for. Vision tower and draft head are left out where only one
+    side has them, as a conversion leaves them out. Where one side stores the gains in float32 and the other's are
+    computed, they are computed in float32. A generation that does not convert is noted, and its gains are taken as they
+    are stored: that tells what is wrong with them, and where they equal what the other side's plan gives, they are
+    right. Raises CheckpointError for any other fault.
     """
     verdicts = (judge_checkpoint(a[1]), judge_checkpoint(b[1]))
     held = [{tensor.place.region for tensor in side[1].tensors if tensor.place is not None} for side in (a, b)]
@@ -197,7 +199,8 @@ def _side(
             hint="they are compared as they are stored; --assume-a, --assume-b or --repair say how to take them",
         )
         assume = Generation.CANONICAL
-    told = replace(options, assume=assume, repair=repair and assume is None)
+    coded = any(scheme.can_dequantize for scheme in find_schemes(checkpoint.tensors, checkpoint.config))
+    told = replace(options, assume=assume, repair=repair and assume is None, dequantize=coded)
     return Side(source, checkpoint, make_plan(checkpoint, told, verdicts), problem)
 
 

@@ -20,6 +20,7 @@ from qwen35conv.errors import DestinationError, SourceError
 from qwen35conv.generation.convention import Generation
 from qwen35conv.planning.plan import Mtp
 from qwen35conv.planning.receipt import parse_receipt
+from qwen35conv.planning.verdicts import judge_checkpoint
 from qwen35conv.verify import Step, VerifyOptions, open_original, plan_to_verify, verify
 
 
@@ -232,6 +233,16 @@ def test_what_was_assumed_is_compared_as_it_was_assumed(source: Path, tmp_path: 
         (check,) = verify(opened, plan, checkpoint, VerifyOptions(steps=(Step.SOURCE,), original=original)).checks
         assert check.passed is (whole or assume is Generation.RAW), check.summary
         (tmp_path / "out" / "qwen35.json").write_text("[]")  # no receipt: the source's own verdict
+
+
+@pytest.mark.parametrize("n_shards", [3, 4])
+def test_a_result_of_few_layers_in_several_files_is_canonical(n_shards: int, tmp_path: Path) -> None:
+    made = tiny.make(vision=False, mtp=False)
+    for seed in range(8):  # in most of them a norm is alone in its file
+        folder = tiny.save(tmp_path / f"{seed}", made.raw, made.config, n_shards=n_shards, seed=seed)
+        convert(folder, tmp_path / f"{seed}-mlx", check=False)
+        verdict = judge_checkpoint(read_checkpoint(open_source(str(tmp_path / f"{seed}-mlx")))).trunk
+        assert verdict.generation is Generation.CANONICAL, verdict.reasons
 
 
 def test_an_existing_destination_is_refused_or_replaced_whole(source: Path, tmp_path: Path) -> None:
