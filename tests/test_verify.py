@@ -458,6 +458,11 @@ def test_streaming_and_memory_give_the_same_losses(tmp_path: Path) -> None:
     assert kept == streamed
 
 
+def test_a_vocabulary_of_one_token_is_not_judged(tmp_path: Path) -> None:
+    found = run(raw(tmp_path, make(Sizes(vocab=1))), steps=(Step.PROMPT,), tokens=(0, 0, 0))["prompt"]
+    assert (found.passed, found.summary) == (None, "a vocabulary of one token has no loss")
+
+
 def test_progress_is_told_for_each_layer(tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     options = VerifyOptions(steps=(Step.PROMPT,), tokens=(1, 2))

@@ -180,28 +180,38 @@ def parse_config(where: str, raw: bytes) -> ModelConfig:
                 f"{where}: {keys[0]} {many} does not divide by {keys[1]} {few}: heads are served in equal groups",
                 hint=_WRONG_CONFIG,
             )
+    kinds, head_dim, rope = _layer_kinds(read, n_layers), read.size("head_dim", 256), _rope(read)
+    n_turned = int(head_dim * rope.partial_factor)
+    if LayerKind.FULL in kinds and (n_turned == 0 or n_turned % 2):
+        raise CheckpointError(
+            f"{where}: partial_rotary_factor {rope.partial_factor:g} rotates {n_turned} of head_dim {head_dim}: "
+            "values are rotated in pairs",
+            hint=_WRONG_CONFIG,
+        )
     return ModelConfig(
         model_type=SPARSE if n_experts else DENSE,
         nested=nested,
         hidden_size=hidden_size,
         vocab_size=read.size("vocab_size"),
-        layer_kinds=_layer_kinds(read, n_layers),
+        layer_kinds=kinds,
         intermediate_size=read.size("intermediate_size", 0, minimum=0),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
-        head_dim=read.size("head_dim", 256),
+        head_dim=head_dim,
         n_key_heads=n_key_heads,
         n_value_heads=n_value_heads,
         key_dim=read.size("linear_key_head_dim", 128),
         value_dim=read.size("linear_value_head_dim", 128),
-        conv_kernel=read.size("linear_conv_kernel_dim", 4),
+        conv_kernel=read.size("linear_conv_kernel_dim", 4, minimum=2),
         n_experts=n_experts,
-        n_experts_per_token=read.size("num_experts_per_tok", 8 if n_experts else 0, minimum=0),
+        n_experts_per_token=read.size("num_experts_per_tok", min(8, n_experts), minimum=1, maximum=n_experts)
+        if n_experts
+        else 0,
         expert_size=read.size("moe_intermediate_size", 0, minimum=0),
         shared_expert_size=read.size("shared_expert_intermediate_size", 0, minimum=0),
         norm_topk_prob=read.flag("norm_topk_prob", True),
         tied=_tied(where, document, text),
-        rope=_rope(read),
+        rope=rope,
         rms_norm_eps=read.number("rms_norm_eps", 1e-6),
         attention_bias=read.flag("attention_bias", False),
         n_mtp_layers=_n_mtp_layers(document, text),
