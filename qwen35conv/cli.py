@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 
 INTERRUPTED, TERMINATED = 130, 143
+_RESUMING = {"convert", "push", "batch"}  # the other commands only read
 
 
 class MtpChoice(str, Enum):
@@ -172,6 +174,8 @@ def inspect(
     debug: DebugOpt = False,
 ) -> None:
     """Say what a checkpoint is, on which evidence, what would become of it, and which loaders would ruin it."""
+    if lora_targets and (tensors or save is not None):
+        raise typer.BadParameter("--lora-targets is a list of its own: it goes with neither --tensors nor --report")
     with _reporting("inspect", as_json, debug):
         from qwen35conv import report
         from qwen35conv.inspection import inspect_checkpoint
@@ -341,8 +345,12 @@ def verify(
         raise typer.BadParameter("--prompt, --prompt-file and --tokens exclude each other")
     if chat and prompt is None and prompt_file is None:
         raise typer.BadParameter("--chat needs --prompt or --prompt-file")
+    if max_new_tokens is not None and not given:
+        raise typer.BadParameter("--max-new-tokens needs --prompt, --prompt-file or --tokens")
     if atol is not None and reference is None:
         raise typer.BadParameter("--atol needs --reference")
+    if atol is not None and not math.isfinite(atol):
+        raise typer.BadParameter("--atol: expected a finite number")
     with _reporting("verify", as_json, debug):
         from qwen35conv import report
         from qwen35conv import verify as room
@@ -352,7 +360,7 @@ def verify(
         found = read_checkpoint(opened, ignore_index=ignore_index)
         plan = room.plan_to_verify(found)
         options = room.VerifyOptions(
-            original=None if source is None else room.open_original(source, found, plan, revision=revision),
+            original=None if source is None else room.open_original(source, opened, found, plan, revision=revision),
             prompt=prompt if prompt_file is None else room.read_prompt(prompt_file),
             tokens=None if tokens is None else _token_ids(tokens),
             chat=chat,
@@ -581,7 +589,8 @@ def _fail(error: Qwen35ConvError, command: str, as_json: bool, debug: bool) -> N
 def _stop(what: str, code: int, command: str, as_json: bool) -> None:
     from qwen35conv import report
 
-    error = Qwen35ConvError(what, hint="what is finished is kept; the same command resumes")
+    kept = "what is finished is kept; the same command resumes"
+    error = Qwen35ConvError(what, hint=kept if command in _RESUMING else "nothing was changed; run it again")
     error.exit_code = code
     report.show_error(error, command=command, as_json=as_json)
     raise typer.Exit(code)

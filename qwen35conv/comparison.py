@@ -16,8 +16,10 @@ from qwen35conv.facts.checkpoint import Checkpoint
 from qwen35conv.facts.header import Dtype
 from qwen35conv.facts.layout import Region, Role, parse_name
 from qwen35conv.generation.convention import Generation, repair_shift
+from qwen35conv.planning.inventory import DraftHeadError
 from qwen35conv.planning.pieces import Fix, Write
 from qwen35conv.planning.plan import Mtp, NormDtype, Options, Plan, make_plan
+from qwen35conv.planning.scheme import find_schemes
 from qwen35conv.planning.verdicts import Verdicts, judge_checkpoint
 from qwen35conv.source import Source
 from qwen35conv.view import View, open_view
@@ -124,10 +126,11 @@ def make_pair(
 ) -> Pair:
     """Both sides under their own plans, with all that both of them hold.
 
-    Vision tower and draft head are left out where only one side has them, as a conversion leaves them out. Where one
-    side stores the gains in float32 and the other's are computed, they are computed in float32. A generation that does
-    not convert is noted, and its gains are taken as they are stored: that tells what is wrong with them, and where they
-    equal what the other side's plan gives, they are right. Raises CheckpointError for any other fault.
+    FP8 in blocks is taken as the bfloat16 that it stands for. Vision tower and draft head are left out where only one
+    side has them, as a conversion leaves them out. Where one side stores the gains in float32 and the other's are
+    computed, they are computed in float32. A generation that does not convert is noted, and its gains are taken as they
+    are stored: that tells what is wrong with them, and where they equal what the other side's plan gives, they are
+    right. Raises CheckpointError for any other fault.
     """
     verdicts = (judge_checkpoint(a[1]), judge_checkpoint(b[1]))
     held = [{tensor.place.region for tensor in side[1].tensors if tensor.place is not None} for side in (a, b)]
@@ -144,7 +147,7 @@ def make_pair(
     both = ((*a, assume[0], verdicts[0]), (*b, assume[1], verdicts[1]))
     try:
         sides = [_side(*one, options, repair=repair) for one in both]
-    except ConventionError as error:  # the draft head's own gains tell nothing
+    except (ConventionError, DraftHeadError) as error:  # its own gains tell nothing, or it is not whole
         left.append(Left(_OPTIONAL[Region.MTP], str(error)))
         sides = [_side(*one, replace(options, mtp=Mtp.DROP), repair=repair) for one in both]
     first, second = _with_exact_gains(sides[0], sides[1]), _with_exact_gains(sides[1], sides[0])
@@ -187,7 +190,7 @@ def _side(
     *,
     repair: bool,
 ) -> Side:
-    """Raises ConventionError where the draft head, not the trunk, allows no plan."""
+    """Raises ConventionError or DraftHeadError where the draft head, not the trunk, allows no plan."""
     trunk, problem = verdicts.trunk, None
     if assume is None and trunk.shift is None and not (repair and repair_shift(trunk.generation) is not None):
         reason = trunk.reasons[0] if trunk.reasons else "no evidence"
@@ -196,7 +199,8 @@ def _side(
             hint="they are compared as they are stored; --assume-a, --assume-b or --repair say how to take them",
         )
         assume = Generation.CANONICAL
-    told = replace(options, assume=assume, repair=repair and assume is None)
+    coded = any(scheme.can_dequantize for scheme in find_schemes(checkpoint.tensors, checkpoint.config))
+    told = replace(options, assume=assume, repair=repair and assume is None, dequantize=coded)
     return Side(source, checkpoint, make_plan(checkpoint, told, verdicts), problem)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import posixpath
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 
 from qwen35conv.errors import CheckpointError, ConventionError, Qwen35ConvError
 from qwen35conv.facts.checkpoint import Checkpoint, Finding, SourceTensor
@@ -238,10 +238,16 @@ def next_command(inspection: Inspection) -> str | None:
     if plan is None or (inspection.problem is None and not needs_conversion(inspection)):
         return None
     source = inspection.checkpoint.label
-    stem = PurePosixPath(source.rstrip("/")).name.removesuffix(".safetensors").lstrip(".-") or "converted"
+    name = source.rstrip("/").rpartition("/")[2]
+    if name in (".", ".."):  # beside it, as inside it is no place
+        target = posixpath.normpath(f"{source}/../converted-mlx")
+    else:
+        target = f"{name.removesuffix('.safetensors').lstrip('.-') or 'converted'}-mlx"
     origin = inspection.checkpoint.origin
     at = [] if origin is None or origin.revision == "main" else ["--revision", origin.revision]
-    return shlex.join(["qwen35", "convert", *_flags(plan.options), *at, source, f"{stem}-mlx"])
+    more = ["--ignore-index"] if inspection.checkpoint.ignored_index else []
+    end = ["--"] if source.startswith("-") else []
+    return shlex.join(["qwen35", "convert", *_flags(plan.options), *more, *at, *end, source, target])
 
 
 def needs_conversion(inspection: Inspection) -> bool:

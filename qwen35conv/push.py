@@ -14,13 +14,12 @@ from typing import Any
 from qwen35conv.convert import Preparation, file_bytes, verify_result
 from qwen35conv.errors import CheckpointError, SourceError
 from qwen35conv.facts.checkpoint import CONFIG, INDEX, SUFFIX, few, parse_index
-from qwen35conv.facts.config import parse_json
 from qwen35conv.facts.header import Dtype
 from qwen35conv.fixes import fixed
 from qwen35conv.hub.card import Front, build_card, parse_front
 from qwen35conv.hub.upload import CARD, Published, check_repository, upload
 from qwen35conv.planning.pieces import Fix, Rule, Write
-from qwen35conv.planning.receipt import SCHEMA, build_receipt, computed_gains
+from qwen35conv.planning.receipt import SCHEMA, build_receipt, computed_gains, parse_receipt
 from qwen35conv.planning.sidecar import RECEIPT, SOURCE_GAINS
 from qwen35conv.source import LocalSource, Source, read_header
 from qwen35conv.version import __version__
@@ -169,11 +168,12 @@ def _read_receipt(folder: Path) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
     except OSError as error:
+        why = f"no {RECEIPT} in it: not the result of a conversion" if folder.is_dir() else "no such folder"
         raise SourceError(
-            f"{folder}: no {RECEIPT} in it: not the result of a conversion",
+            f"{folder}: {why}",
             hint="give the folder that `qwen35 convert` made",
         ) from error
-    found = parse_json(str(path), raw)
+    found = parse_receipt(str(path), raw)
     if found.get("schema") != SCHEMA or not isinstance(found.get("shards"), dict):
         raise CheckpointError(f"{path}: not a receipt of this version", hint="convert again with this version")
     return dict(found)

@@ -9,9 +9,9 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 def parse_size(text: str) -> int:
     """Bytes, from a number with or without a unit: 500MB, 5GB, 2GiB. Raises ValueError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", text.strip().upper())
+    match = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([KMGT]I?)?B?", text.strip().upper())
     if match is None or (n := int(float(match[1]) * _UNITS[match[2] or ""])) < 1:
-        raise ValueError(f"expected a size such as 5GB, found {text!r}")
+        raise ValueError(f"expected a size such as 5GB, found {text[:60]!r}")
     return n
 
 
@@ -26,7 +26,7 @@ def parse_slice(text: str) -> tuple[int, int]:
     """Which of how many parts, from such as 3/10. Raises ValueError for anything else."""
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text.strip())
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise ValueError(f"expected a part of the whole such as 3/10, found {text!r}")
+        raise ValueError(f"expected a part of the whole such as 3/10, found {text[:60]!r}")
     return int(match[1]), int(match[2])
 
 

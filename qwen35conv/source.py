@@ -260,6 +260,7 @@ def read_checkpoint(
         sidecars=sidecars,
         findings=(*findings, *odd),
         origin=origin,
+        ignored_index=ignore_index and INDEX in listing,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import tiny
 
+import qwen35conv
 from qwen35conv.errors import DestinationError, Qwen35ConvError, SourceError
 
 
@@ -101,6 +104,11 @@ def test_exit_codes(source: Path, tmp_path: Path) -> None:
         (2, ("convert", source, tmp_path / "x", "--mtp", "maybe")),
         (2, ("convert", source, tmp_path / "x", "--max-shard-size", "huge")),
         (2, ("convert", source, tmp_path / "x", "--repair", "--assume", "raw")),
+        (2, ("inspect", source, "--lora-targets", "--report", tmp_path / "x.html")),
+        (2, ("inspect", source, "--lora-targets", "--tensors")),
+        (2, ("verify", source, "--max-new-tokens", "3")),
+        (2, ("verify", source, "--reference", "x", "--atol", "nan")),
+        (2, ("verify", source, "--max-memory", "9" * 400)),
         (3, ("inspect", tmp_path / "nowhere")),
         (3, ("inspect", empty)),
         (3, ("inspect", tmp_path / "file")),
@@ -187,6 +195,41 @@ def test_an_interrupt_leaves_no_destination_and_the_same_command_resumes(
     assert [path.name for path in tmp_path.glob("out*")] == ["out"]
 
 
+def test_a_command_that_only_reads_has_nothing_to_resume(source: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "prompt")
+    command = [sys.executable, "-m", "qwen35conv", "verify", str(source), "--prompt-file", str(tmp_path / "prompt")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline, writer = time.monotonic() + 30, -1
+    while writer < 0:  # until it reads
+        assert time.monotonic() < deadline
+        try:
+            writer = os.open(tmp_path / "prompt", os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    os.close(writer)
+    assert process.returncode == 130
+    assert errors == "error: interrupted\nhint: nothing was changed; run it again\n"
+
+
+def test_a_backend_that_is_not_here_is_a_usage_error(source: Path) -> None:
+    backend = "cuda" if sys.platform == "darwin" else "metal"
+    run = qwen35("verify", source, "--backend", backend)
+    assert (run.returncode, "--backend auto" in run.stderr) == (2, True)
+
+
+def test_what_can_not_be_pushed_is_named_as_it_is(source: Path, tmp_path: Path) -> None:
+    for folder, why in ((source, "not the result of a conversion"), (tmp_path / "nowhere", "no such folder")):
+        run = qwen35("push", folder, "owner/new", "--dry-run")
+        assert (run.returncode, why in run.stderr) == (3, True)
+
+
+def test_a_report_that_can_not_be_written_asks_for_another_name(source: Path, tmp_path: Path) -> None:
+    run = qwen35("inspect", source, "--report", tmp_path / "nowhere" / "x.html")
+    assert (run.returncode, "another name for --report" in run.stderr) == (4, True)
+
+
 def test_help_answers_at_once() -> None:
     times = []
     for _ in range(5):
@@ -202,6 +245,19 @@ def test_help_imports_neither_mlx_nor_the_hub() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_every_error_says_what_to_do_next() -> None:
+    for module in pkgutil.walk_packages(qwen35conv.__path__, "qwen35conv."):
+        if "__main__" not in module.name:
+            importlib.import_module(module.name)
+    kinds, known = [Qwen35ConvError], set()
+    while kinds:
+        kind = kinds.pop()
+        known.add(kind)
+        kinds += kind.__subclasses__()
+    assert len(known) > 12
+    assert [kind.__name__ for kind in known - {Qwen35ConvError} if not kind.usual_hint] == []
 
 
 def test_errors_know_their_exit_code() -> None:

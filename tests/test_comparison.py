@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import quantized
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -178,6 +179,21 @@ def test_two_copies_of_what_nobody_can_tell_are_equal_where_they_are_laid_out_al
     other = compared(a, b)
     assert not other.values
     assert not other.is_equal
+
+
+def test_fp8_in_blocks_equals_what_it_is_dequantised_to(tmp_path: Path) -> None:
+    block = (24, 40)
+    made = tiny.make()
+    coded = quantized.coded(made.raw, block)
+    config = quantized.config_of(made.config, block)
+    source = tiny.save(tmp_path / "fp8", coded, config)
+    plain = tiny.save(tmp_path / "plain", quantized.decoded(coded, block), made.config)
+    assert compared(source, plain).is_equal
+    assert compared(source, source).is_equal
+    name = next(name for name in coded if name.endswith("o_proj.weight_scale_inv"))
+    coded[name] = coded[name] * np.array(2, coded[name].dtype)
+    found = compared(source, tiny.save(tmp_path / "other", coded, config))
+    assert not found.is_equal
 
 
 def test_an_unknown_name_stops_the_comparison(tmp_path: Path) -> None:

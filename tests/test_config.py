@@ -103,6 +103,10 @@ def test_another_architecture_is_refused_by_name(model_type: Any) -> None:
         ("layer_types", ["sliding"] * 4),
         ("tie_word_embeddings", "yes"),
         ("attention_bias", 1),
+        ("partial_rotary_factor", 2),
+        ("partial_rotary_factor", 0.07),  # 1 of 16
+        ("partial_rotary_factor", 0.01),
+        ("linear_conv_kernel_dim", 1),
     ],
 )
 def test_a_wrong_value_names_its_key(key: str, value: Any) -> None:
@@ -110,6 +114,14 @@ def test_a_wrong_value_names_its_key(key: str, value: Any) -> None:
     del document["rope_parameters"]
     with pytest.raises(CheckpointError, match=key):
         parse(document | {key: value})
+
+
+@pytest.mark.parametrize("n", [0, 6, True, "2"])
+def test_a_token_goes_to_one_expert_and_to_no_more_than_there_are(n: Any) -> None:
+    document = tiny.make_config(tiny.SPARSE, text_only=True)
+    assert parse(document | {"num_experts_per_tok": None}).n_experts_per_token == 5
+    with pytest.raises(CheckpointError, match="num_experts_per_tok: expected a whole number from 1 to 5"):
+        parse(document | {"num_experts_per_tok": n})
 
 
 DEEP = b'{"a":' * 60 + b"1" + b"}" * 60

@@ -442,6 +442,35 @@ def test_a_norm_alone_in_its_file_decides_nothing_in_a_small_model(
     assert verdict.generation in (Generation.MIXED, Generation.UNKNOWN)
 
 
+@pytest.mark.parametrize(
+    ("said", "markers", "generation"),
+    [
+        (None, (), Generation.UNKNOWN),
+        ("mlx", (), Generation.CANONICAL),
+        (None, (("norm_convention", "gamma"),), Generation.CANONICAL),
+        ("mlx", (("norm_convention", "raw"),), Generation.UNKNOWN),
+        ("pt", (("norm_convention", "gamma"),), Generation.UNKNOWN),
+        (None, (("norm_convention", "whatever"),), Generation.UNKNOWN),
+    ],
+)
+def test_gammas_alone_in_their_files_amid_the_others_need_someones_word(
+    rng: np.random.Generator, said: str | None, markers: tuple[tuple[str, str], ...], generation: Generation
+) -> None:
+    trunk = trunk_like(rng, "tiny-4")
+    trunk.anchors[0::2] -= trunk.anchors[0::2].mean(axis=1, keepdims=True) + 0.03
+    trunk.anchors[1::2] -= trunk.anchors[1::2].mean(axis=1, keepdims=True) + 0.2
+    trunk.files = [f"model-{i + 1:05d}-of-00008.safetensors" for i in range(8)]
+    verdict = judged(trunk, 1, *CANONICAL_FACTS, said=said, markers=markers)
+    assert verdict.generation is generation, verdict.reasons
+    assert verdict.generation is Generation.UNKNOWN or verdict.by == "facts"
+
+
+def test_a_gamma_alone_in_its_file_and_off_the_others_stops_whatever_is_said(rng: np.random.Generator) -> None:
+    trunk, _ = odd_one_left_raw(rng, "tiny-4", 8)
+    trunk.anchors[-1] -= 0.12
+    assert not judged(trunk, np.array([1] * 7 + [0]), *CANONICAL_FACTS, said="mlx").converts
+
+
 @pytest.mark.parametrize("shift", [0, 1, 2])
 def test_a_small_model_in_files_of_whole_layers_is_told(rng: np.random.Generator, shift: int) -> None:
     trunk = trunk_like(rng, "tiny-4")

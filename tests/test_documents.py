@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+from field import qwen35
 from safetensors import safe_open
 
 from qwen35conv.convert import prepare, write
@@ -118,6 +119,29 @@ def test_the_next_command_is_quoted_and_repeats_the_options(raw: Path) -> None:
         str(raw),
         "it's raw-mlx",
     ]
+
+
+@pytest.mark.parametrize(
+    ("here", "source", "target"),
+    [("m", ".", "../converted-mlx"), ("m/deep", "..", "../../converted-mlx"), (".", "m/.", "converted-mlx"),
+     ("m", "../m/deep/..", "../converted-mlx"), (".", "-m", "m-mlx"), (".", "m/", "m-mlx")],
+)  # fmt: skip
+def test_the_next_command_works_where_it_was_shown(
+    here: str, source: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tiny.make()
+    for name in ("m", "-m"):
+        tiny.save(tmp_path / name, made.raw, made.config, n_shards=1)
+    index = tmp_path / "m" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("lm_head", "stale"))
+    (tmp_path / "m" / "deep").mkdir()
+    monkeypatch.chdir(tmp_path / here)
+    found = inspect_checkpoint(read_checkpoint(open_source(source), ignore_index=True))
+    command = shlex.split(str(document_of(found)["next"]))
+    assert command[2:] == ["--ignore-index", *(["--"] if source == "-m" else []), source, target]
+    assert qwen35(command[1], "--no-verify", *command[2:]).code == 0
+    receipt = json.loads((Path(target) / "qwen35.json").read_text())
+    assert receipt["options"]["ignore-index"] is True
 
 
 def test_a_name_without_a_rule_is_a_problem_and_all_stored_tensors_are_listed(tmp_path: Path) -> None:

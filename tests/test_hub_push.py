@@ -245,7 +245,7 @@ def receipt(**source: str) -> dict[str, object]:
         "tool": {"name": "qwen35conv", "version": "1.2.3"},
         "source": {"name": "folder", **source},
         "options": {"keep-vision": True, "mtp": "keep", "assume": None, "repair": False, "norm-dtype": "float32",
-                    "max-shard-size": 5000000000, "tie-embeddings": False},
+                    "max-shard-size": 5000000000, "tie-embeddings": False, "dequantize": False, "quantize": None},
         "verdict": {"generation": "canonical", "by": "facts", "reasons": ["one", "two", "three"]},
         "gain_shift": 0,
         "rules": {"renamed | odd": {"tensors": 1234, "n_bytes": 5678}},
@@ -259,6 +259,18 @@ def test_the_card_of_a_folder_names_no_repository() -> None:
     assert (head.base_model, head.license, head.pipeline_tag) == (None, None, "image-text-to-text")
     assert "`folder` in the canonical MLX layout" in card
     assert "renamed \\| odd | 1,234 | 5,678" in card
+
+
+def test_the_card_of_a_quantised_result_says_so_and_how() -> None:
+    made = receipt()
+    options = made["options"]
+    assert isinstance(options, dict)
+    assert "Nothing was quantised or retrained." in build_card(made, Front(), NEW)
+    options |= {"dequantize": True, "quantize": {"group_size": 32, "bits": 4, "mode": "affine"}}
+    card = build_card(made | {"gain_shift": 1}, Front(), NEW)
+    assert "bfloat16. Weights were quantised to 4 bits in groups of 32 (affine). Nothing was retrained." in card
+    assert "--dequantize --quantize 4 --group-size 32 --mode affine folder folder-mlx" in card
+    assert "+ 1, in float32" in card
 
 
 HEADLESS = ("", "# no head", "---\n: [\n---\n", "---\n- a\n---\n", "---\nlicense: [1]\ntags: x\n---\n")

@@ -68,6 +68,7 @@ def error(folder: Path, name: str, text: str) -> JobFileError:
 @pytest.mark.parametrize("name", LANGUAGES)
 def test_every_language_says_the_same(name: str, tmp_path: Path) -> None:
     (tmp_path / "models" / "a").mkdir(parents=True)
+    (tmp_path / "r").write_bytes(b"")
     a, b, c = read(tmp_path, name, LANGUAGES[name](DEFAULTS, JOBS))
     assert (a.name, a.source, a.destination) == ("out/a-mlx", str(tmp_path / "models/a"), tmp_path / "out/a-mlx")
     assert (a.settings.options.mtp, a.settings.checksum, a.settings.options.max_shard_bytes) == (Mtp.KEEP, True, 2048)
@@ -88,12 +89,18 @@ WRONG = {
     "number": ({"jobs": 0}, "jobs: expected a number from 1 to 64, found 0", None),
     "token": ({"tokens": [3, -1]}, "tokens: expected a number", None),
     "template": ({"destination": "out/{model}"}, "destination: unknown {model}", "known are {name}, {parent}"),
+    "conversion": ({"destination": "out/{name!r:>9}"}, "destination: unknown {name!r:>9}", None),
+    "padding": ({"destination": "out/{name:>99999999999}"}, "destination: unknown {name:>99999999999}", None),
+    "nobody": ({"destination": "~nobody-here/x"}, "destination: no valid path: ", None),
+    "no prompt": ({"prompt-file": "nowhere.txt"}, "prompt-file: no such file: ", None),
+    "no reference": ({"reference": "nowhere.safetensors"}, "reference: no such file: ", None),
     "braces": ({"destination": "out/{name"}, "destination: ", None),
     "empty": ({"source": ""}, "source: expected a text, found ''", None),
     "glob": ({"source": "none/*"}, "source: nothing matches 'none/*'", None),
     "both": ({"prompt": "a", "tokens": "1,2"}, "prompt and tokens exclude each other", None),
     "told twice": ({"repair": True, "assume": "raw"}, "repair and assume exclude each other", None),
     "chat": ({"chat": True}, "chat needs prompt", None),
+    "huge": ({"atol": 10**400}, "atol: expected a number from 0 on", None),
     "atol": ({"atol": 0.5}, "atol needs reference", None),
     "unproved": ({"no-verify": True, "deep": True}, "no-verify and deep exclude each other", None),
 }
@@ -199,14 +206,28 @@ def test_a_glob_is_a_job_for_each_checkpoint_and_skips_what_jobs_make(tmp_path: 
         ({"source": "m/x"}, {"source": "n/x"}, "x-mlx is the destination of m/x (line 3) too"),
         ({"source": "m/x", "mtp": "sidecar"}, {"source": "m/y", "destination": "x-mlx-mtp"}, "x-mlx-mtp is the"),
         ({"source": "m/x"}, {"source": "x-mlx", "destination": "z"}, "another job makes this source"),
+        ({"source": "m/x"}, {"source": "x-mlx/y", "destination": "z"}, "another job makes this source"),
+        ({"source": "m/x"}, {"source": "m/y", "destination": "q/../x-mlx"}, "x-mlx is the destination of m/x"),
+        ({"source": "m/x"}, {"source": "m/y", "destination": "link"}, "link is the destination of m/x"),
+        ({"source": "m/x"}, {"source": "m/y", "destination": "x-mlx/y"}, "lies inside the destination of another job"),
+        ({"source": "m/x"}, {"source": "n", "destination": "m/x/y"}, "lies inside the source of another job, x-mlx"),
     ],
 )
 def test_jobs_that_are_in_each_others_way_are_refused(
     first: dict[str, Any], second: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
     (tmp_path / "x-mlx").mkdir()
+    (tmp_path / "link").symlink_to("x-mlx")
+    for place in ("m/x", "m/y", "n", "x-mlx/y"):
+        (tmp_path / place).mkdir(parents=True)
     text = as_toml({"destination": "{name}-mlx"}, [first, second]).replace("\n\n", "\n")
-    assert told in str(error(tmp_path, "jobs.toml", text))
+    assert told in str(error(tmp_path, "jobs.toml", text)).replace(f"{tmp_path}/", "")
+
+
+def test_a_file_without_end_is_no_job_file(tmp_path: Path) -> None:
+    (tmp_path / "jobs.toml").symlink_to("/dev/zero")
+    with pytest.raises(JobFileError, match="more than"):
+        read_jobs(tmp_path / "jobs.toml")
 
 
 @settings(deadline=None)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import field
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ def test_the_view_equals_the_conversion_and_verify_agrees(kind: str, mode: str, 
     result = open_source(str(out))
     checkpoint = read_checkpoint(result)
     again = plan_to_verify(checkpoint)
-    original = open_original(str(source), checkpoint, again)
+    original = open_original(str(source), result, checkpoint, again)
     checks = {check.name: check for check in verify(result, again, checkpoint, VerifyOptions(original=original)).checks}
     assert all(checks[name].passed for name in ("structure", "source", "kernel")), checks
 
@@ -134,6 +135,41 @@ def test_what_is_packed_is_not_packed_again(tmp_path: Path) -> None:
     packed = read_checkpoint(open_source(str(out)))
     with pytest.raises(CheckpointError, match="packed already"):
         make_plan(packed, Options(quantize=MODES["mxfp4"], assume=Generation.CANONICAL))
+
+
+ENTRY = {"group_size": 32, "bits": 4}
+OTHERS: dict[str, Any] = {"a text": "4bit", "a list": [1], "no entry of MLX's": {"foo": 1}}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_the_entry_that_says_how_weights_are_packed_is_the_one_that_is_written(tmp_path: Path, other: Any) -> None:
+    made = tiny.make(WIDE, vision=False, mtp=False)
+    tensors = field.packed(made.canonical, lambda name: "mlp" in name)
+    config = made.config | {"quantization": other, "quantization_config": ENTRY}
+    out = converted(tiny.save(tmp_path / "source", tensors, config), tmp_path / "out", Options())
+    written = json.loads((out / "config.json").read_text())
+    assert written["quantization"] == written["quantization_config"] == ENTRY
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
+def test_a_mode_that_the_scales_do_not_have_is_refused(tmp_path: Path, mode: str) -> None:
+    made = tiny.make(WIDE, vision=False, mtp=False)
+    packed = field.packed(made.canonical, lambda name: "mlp" in name, bits=8 if mode == "mxfp8" else 4)
+    without = {name: value for name, value in packed.items() if not name.endswith(".biases")}
+    for tensors, message in ((packed, "has no biases"), (without, "scales: expected")):
+        config = made.config | {"quantization": {"group_size": 16 if mode == "nvfp4" else 32, "mode": mode}}
+        source = tiny.save(tmp_path / "source", tensors, config)
+        with pytest.raises(CheckpointError, match=message):
+            make_plan(read_checkpoint(open_source(str(source))))
+
+
+def test_weights_that_no_group_divides_are_told(tmp_path: Path) -> None:
+    made = tiny.make()  # of rows of 24, 40, 60 and 64 only the last divide
+    checkpoint = read_checkpoint(open_source(str(tiny.save(tmp_path / "source", made.raw, made.config))))
+    plan = make_plan(checkpoint, Options(quantize=MODES["mxfp4"]))
+    (told,) = [found.text for found in plan.findings if found.code == "not-packed"]
+    assert "groups of 32" in told
+    assert list(plan.packing) == ["language_model.model.layers.3.self_attn.o_proj"]
 
 
 def test_the_draft_head_and_the_vision_tower_stay_as_they_are(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -245,6 +246,12 @@ REFUSED: dict[str, tuple[Callable[[tiny.Tensors], tiny.Tensors], str]] = {
         replaced(f"{LAYER}linear_attn.out_proj.weight", lambda v: np.zeros((24, 8), np.uint32)),
         "its scales are gone",
     ),
+    "an integer weight": (
+        replaced(f"{LAYER}linear_attn.out_proj.weight", lambda v: v.view(np.int16)),
+        "1 tensors in a dtype they can't have: language_model.model.layers.0.linear_attn.out_proj.weight (I16)",
+    ),
+    "a decay of float64": (replaced(f"{LAYER}linear_attn.A_log", lambda v: v.astype("f8")), "A_log (F64)"),
+    "a packed decay": (replaced(f"{LAYER}linear_attn.dt_bias", lambda v: v.astype("u4")), "dt_bias (U32)"),
 }
 
 
@@ -257,6 +264,54 @@ def test_what_is_wrong_or_not_for_us_stops_with_exit_1(
         plan_for(tmp_path, change(made.raw), made.config)
     assert message in str(caught.value)
     assert caught.value.exit_code == 1
+
+
+BIASED = [f"model.language_model.layers.3.self_attn.{name}_proj.bias" for name in "qkvo"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [((128, 32, 32, 24), None), ((128, 32, 32), "o_proj.bias"), ((128, 32, 3, 24), "v_proj.bias: expected [32]")],
+)
+def test_attention_biases_are_held_to_the_config(tmp_path: Path, rows: tuple[int, ...], message: str | None) -> None:
+    made = tiny.make()
+    made.config["text_config"]["attention_bias"] = True
+    biases = {name: np.zeros(n, tiny.BF16) for name, n in zip(BIASED, rows, strict=False)}
+    if message is None:
+        plan_for(tmp_path, made.raw | biases, made.config)
+        return
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        plan_for(tmp_path, made.raw | biases, made.config)
+
+
+HEADS: dict[str, tuple[Callable[[tiny.Tensors], tiny.Tensors], str]] = {
+    "a gain of two axes": (replaced("mtp.norm.weight", lambda v: v[None]), "mtp.norm.weight: expected [24]"),
+    "a turned weight": (replaced("mtp.fc.weight", np.transpose), "mtp.fc.weight: expected [24, 48]"),
+    "a tensor that is not there": (without("mtp.fc.weight"), "missing: "),
+    "one layer more": (added("mtp.layers.1.input_layernorm.weight", np.zeros(24, tiny.BF16)), "no place"),
+    "an integer weight": (replaced("mtp.fc.weight", lambda v: v.view(np.int16)), "mtp.fc.weight (I16)"),
+}
+
+
+@pytest.mark.parametrize("mtp", [Mtp.KEEP, Mtp.SIDECAR])
+@pytest.mark.parametrize(("change", "message"), HEADS.values(), ids=HEADS)
+def test_a_draft_head_that_is_kept_must_be_whole(
+    tmp_path: Path, change: Callable[[tiny.Tensors], tiny.Tensors], message: str, mtp: Mtp
+) -> None:
+    made = tiny.make()
+    with pytest.raises(CheckpointError) as caught:
+        plan_for(tmp_path, change(made.raw), made.config, mtp=mtp)
+    assert message in str(caught.value)
+    assert "--mtp drop" in str(caught.value.hint)
+    plan_for(tmp_path / "dropped", change(made.raw), made.config)
+
+
+@pytest.mark.parametrize("mtp", [Mtp.KEEP, Mtp.SIDECAR])
+def test_a_draft_head_that_is_asked_for_and_not_there_is_told(tmp_path: Path, mtp: Mtp) -> None:
+    made = tiny.make(mtp=False)
+    plan = plan_for(tmp_path, made.raw, made.config, mtp=mtp)
+    assert [found.code for found in plan.findings] == ["mtp-none"]
+    assert not plan.sidecar
 
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"

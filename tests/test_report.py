@@ -407,3 +407,11 @@ def test_importing_the_report_loads_neither_rich_nor_tqdm_nor_mlx() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
     )
     assert found.stdout.strip() == "[]"
+
+
+def test_a_column_without_a_character_takes_none_from_another(capsys: pytest.CaptureFixture[str]) -> None:
+    from qwen35conv.report.page import show_page
+
+    head = ("mounted", "needed", "")
+    show_page(lambda page: page.table([["/", "1", ""]], align="lrl", head=head), sys.stdout)
+    assert capsys.readouterr().out.split() == ["mounted", "needed", "/", "1"]

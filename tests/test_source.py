@@ -176,6 +176,13 @@ def test_a_name_that_is_no_text_is_an_error_only_for_a_shard(folder: Path) -> No
         read(folder)
 
 
+def test_a_folder_of_checkpoints_is_told_from_one(folder: Path) -> None:
+    (folder / "qwen35-source-gains.bin").write_bytes(b"")
+    with pytest.raises(SourceError, match=f"only in folders below it .{folder.name}") as caught:
+        read_checkpoint(open_source(str(folder.parent)))
+    assert caught.value.hint == "give the checkpoint's own folder"
+
+
 @pytest.mark.parametrize("spec", ["~nosuchuser/x", "no/such/folder", "./typo", "a\0b", "x" * 5000], ids=range(5))
 def test_a_path_that_is_not_there_says_so(spec: str) -> None:
     with pytest.raises(SourceError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from qwen35conv.verify import (
 )
 from qwen35conv.verify.forward import Scores, run_layers, score
 from qwen35conv.verify.prompt import judge_losses
+from qwen35conv.verify.reference import read_reference
 from qwen35conv.verify.tokens import TextError, encode, read_tokenizer
 from qwen35conv.view import open_view
 
@@ -115,15 +117,6 @@ def test_a_plan_without_one_tensor_fails_the_structure(tmp_path: Path) -> None:
     found = verify(source, replace(plan, shards=(cut, *others)), checkpoint, VerifyOptions(steps=(Step.STRUCTURE,)))
     assert found.exit_code == 1
     assert first.writes[0].name in found.checks[0].summary
-
-
-def test_an_integer_weight_without_packing_fails_the_structure(tmp_path: Path) -> None:
-    name = "language_model.model.layers.0.mlp.up_proj.weight"
-    made = make()
-    changed = {name: made.canonical[name].view(np.int16)}
-    found = run(canonical(tmp_path, made, changed), steps=(Step.STRUCTURE,))["structure"]
-    assert found.passed is False
-    assert name in found.summary
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
@@ -387,6 +380,33 @@ def test_reference_logits_of_another_model_fail_or_are_refused(tmp_path: Path) -
         run(folder, steps=(Step.REFERENCE,), reference=tmp_path / "misshapen")
 
 
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [([[50]], "token 50 is not"), ([[-1]], "token -1 is not"), ([[2**40]], f"token {2**40} is not"),
+     (np.zeros((1, 0), np.int32), "one token id and more"), (np.zeros((0, 3), np.int32), "one token id and more"),
+     (np.zeros((1, 3), np.float32), "one token id and more")],
+)  # fmt: skip
+def test_a_reference_to_tokens_that_are_none_is_refused(tmp_path: Path, ids: Any, told: str) -> None:
+    ids = np.asarray(ids)
+    save_file({"input_ids": ids, "logits": np.zeros((*ids.shape, 50), np.float32)}, tmp_path / "reference")
+    with pytest.raises(SourceError, match=told):
+        read_reference(tmp_path / "reference", 50)
+
+
+def test_a_prompt_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TextError, match="not valid Unicode"):
+        run(TINY, steps=(Step.PROMPT,), prompt="a\udcff")
+
+
+def test_a_chat_template_may_be_one_of_several(tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "tiny")
+    templates = [{"name": "tool", "template": "x"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    (tmp_path / "tiny" / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    chat = run(tmp_path / "tiny", steps=(Step.PROMPT,), prompt="Vera took a kettle", chat=True)["prompt"]
+    plain = run(tmp_path / "tiny", steps=(Step.PROMPT,), prompt="Vera took a kettle")["prompt"]
+    assert chat.details == plain.details
+
+
 def test_the_invariants_fail_where_padding_reaches_the_convolution(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,6 +456,11 @@ def test_streaming_and_memory_give_the_same_losses(tmp_path: Path) -> None:
         for n in (1 << 30, 0)
     )
     assert kept == streamed
+
+
+def test_a_vocabulary_of_one_token_is_not_judged(tmp_path: Path) -> None:
+    found = run(raw(tmp_path, make(Sizes(vocab=1))), steps=(Step.PROMPT,), tokens=(0, 0, 0))["prompt"]
+    assert (found.passed, found.summary) == (None, "a vocabulary of one token has no loss")
 
 
 def test_progress_is_told_for_each_layer(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ class ClusterError(Qwen35ConvError):
     """A cluster that can't be had: a usage error."""
 
     exit_code = 2
+    usual_hint = "leave --scheduler and --local-cluster out to run on this machine alone"
 
 
 @contextmanager

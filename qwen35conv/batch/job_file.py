@@ -19,6 +19,7 @@ class JobFileError(Qwen35ConvError):
     """A job file that says what can't be done: a usage error."""
 
     exit_code = 2
+    usual_hint = "keys are the long names of options of `convert` and `verify`; `qwen35 batch --init` writes an example"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import glob
+import os
 import string
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from qwen35conv.planning.plan import Mtp
 from qwen35conv.quantities import parse_hub_id
 
 _FIELDS = ("name", "parent")
+_MAX_BYTES = 20_000_000  # of a job file
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +36,18 @@ def read_jobs(path: Path) -> tuple[Job, ...]:
     Raises JobFileError, with the line, for what can't be done.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as opened:
+            raw = opened.read(_MAX_BYTES + 1)
+        text = raw.decode()
     except OSError as error:
         hint = "check the path; `qwen35 batch --init` writes an example"
         raise JobFileError(f"{path}: can't be read: {error.strerror or error}", hint=hint) from error
     except UnicodeDecodeError as error:
         raise JobFileError(f"{path}: is no UTF-8 text", hint="give a .toml, .yaml or .jsonl file") from error
+    if len(raw) > _MAX_BYTES:
+        raise JobFileError(
+            f"{path}: more than {_MAX_BYTES} bytes: no job file", hint="give a .toml, .yaml or .jsonl file"
+        )
     file = parse_job_file(str(path), text)
     pairs = [(entry, job) for entry in file.jobs for job in _expanded(file, entry, path.parent)]
     _check_apart(file, pairs)
@@ -73,7 +81,7 @@ def _expanded(file: JobFile, entry: Entry, folder: Path) -> Iterator[Job]:
             raise file.fail(entry.line_of(None), f"a job without {key}", f"say {key} here, or for all jobs at the top")
     line = _line_of(file, entry, SOURCE)
     template, line_of_template = values[DESTINATION], _line_of(file, entry, DESTINATION)
-    sources = _sources(folder, values[SOURCE])
+    sources = _sources(folder / _expanded_home(file, line, SOURCE, values[SOURCE]), values[SOURCE])
     if not sources:
         raise file.fail(
             line, f"source: nothing matches {values[SOURCE]!r}", "a checkpoint is a folder with config.json"
@@ -89,7 +97,8 @@ def _expanded(file: JobFile, entry: Entry, folder: Path) -> Iterator[Job]:
             except ValueError as error:
                 raise file.fail(_line_of(file, entry, PUSH), f"{PUSH}: {error}") from error
         own = replace(settings, push_to_hub=repo)
-        found.append(Job(name, source, folder / Path(name).expanduser(), own))
+        place = folder / _expanded_home(file, line_of_template, DESTINATION, name)
+        found.append(Job(name, source, place, own))
     # The glob of a second run meets what the first one made.
     made = {place for job in found for place in _places(job)}
     yield from (job for job in found if len(found) == 1 or Path(job.source) not in made)
@@ -99,9 +108,15 @@ def _line_of(file: JobFile, entry: Entry, key: str) -> int:
     return (entry if key in entry.values else file.defaults).line_of(key)
 
 
-def _sources(folder: Path, source: str) -> list[str]:
-    """The checkpoints that a source names: itself, or all that its glob matches, sorted."""
-    here = folder / Path(source).expanduser()
+def _expanded_home(file: JobFile, line: int, key: str, path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise file.fail(line, f"{key}: no valid path: {error}", "write it without ~") from error
+
+
+def _sources(here: Path, source: str) -> list[str]:
+    """The checkpoints that a source, which would lie `here`, names: itself, or all that its glob matches, sorted."""
     if here.exists() or not set(source) & set("*?["):
         return [str(here) if here.exists() else source]  # else a Hub id, or an error of that job's own
     matches = (Path(match) for match in sorted(glob.glob(str(here), recursive=True)))  # noqa: PTH207 - a pattern may be absolute
@@ -113,7 +128,11 @@ def _filled(file: JobFile, line: int, template: str, source: str, key: str = DES
     parts = [part for part in source.rstrip("/").split("/") if part not in ("", ".")] or ["checkpoint"]
     known = {"name": parts[-1].removesuffix(SUFFIX), "parent": parts[-2] if len(parts) > 1 else ""}
     try:
-        fields = {field for _, field, *_ in string.Formatter().parse(template) if field is not None}
+        fields = {
+            f"{field}{f'!{conversion}' if conversion else ''}{f':{spec}' if spec else ''}"
+            for _, field, spec, conversion in string.Formatter().parse(template)
+            if field is not None
+        }
         if fields <= known.keys():
             return template.format(**known)
         wrong = ", ".join(f"{{{field}}}" for field in sorted(fields - known.keys()))
@@ -131,22 +150,41 @@ def _places(job: Job) -> Iterator[Path]:
 
 
 def _check_apart(file: JobFile, pairs: Iterable[tuple[Entry, Job]]) -> None:
-    """Raises JobFileError where two jobs write one folder, or one writes what another reads."""
-    taken: dict[Path, tuple[Entry, Job]] = {}
+    """Raises JobFileError where two jobs write one folder, or one writes where another reads or writes."""
+    made: dict[Path, tuple[Entry, Job]] = {}
+    read: dict[Path, tuple[Entry, Job]] = {}
     pairs = list(pairs)
     for entry, job in pairs:
+        if Path(job.source).exists():
+            read[_real(job.source)] = entry, job
         for place in _places(job):
-            place = place.absolute()
-            other = taken.setdefault(place, (entry, job))
+            other = made.setdefault(_real(place), (entry, job))
             if other[1] is not job:
                 before = f"{other[1].source} (line {_line_of(file, other[0], SOURCE)})"
                 message = f"{job.source}: {place.name} is the destination of {before} too"
                 raise file.fail(_line_of(file, entry, DESTINATION), message, "{name} gives each source its own")
     for entry, job in pairs:
-        other_job = taken.get(Path(job.source).absolute())
-        if other_job is not None and other_job[1] is not job:
-            message = f"{job.source}: another job makes this source (line {_line_of(file, other_job[0], DESTINATION)})"
+        source = _real(job.source)
+        for maker, _ in _others(made, job, (source, *source.parents)):
+            message = f"{job.source}: another job makes this source (line {_line_of(file, maker, DESTINATION)})"
             raise file.fail(_line_of(file, entry, SOURCE), message, "jobs run in no order; put it into a second file")
+        place = _real(job.destination)
+        for taken, what in ((made, "destination"), (read, "source")):
+            for _, other_job in _others(taken, job, place.parents):
+                message = f"{job.name}: lies inside the {what} of another job, {other_job.name}"
+                raise file.fail(_line_of(file, entry, DESTINATION), message, "name a folder beside it")
+
+
+def _others(taken: Mapping[Path, tuple[Entry, Job]], job: Job, places: Iterable[Path]) -> Iterator[tuple[Entry, Job]]:
+    return (taken[place] for place in places if place in taken and taken[place][1] is not job)
+
+
+def _real(path: Path | str) -> Path:
+    """Where a path leads, links resolved as far as there are any."""
+    try:
+        return Path(os.path.realpath(path))
+    except (OSError, ValueError):  # no path at all: an error of that job's own
+        return Path(path)
 
 
 EXAMPLE = """\

@@ -11,6 +11,7 @@ from typing import Any
 
 from qwen35conv.batch.job_file import Entry, JobFile
 from qwen35conv.facts.config import MODE_DEFAULTS, ModuleQuantization
+from qwen35conv.facts.header import shown
 from qwen35conv.generation.convention import Generation
 from qwen35conv.planning.packing import packing_of
 from qwen35conv.planning.plan import Mtp, NormDtype, Options
@@ -73,7 +74,11 @@ def make_settings(file: JobFile, entry: Entry, folder: Path) -> tuple[dict[str, 
             values[key] = _checked(file, given, key, value)
     for key in ("prompt-file", "reference"):
         if key in values:
-            values[key] = (folder / values[key]).absolute()
+            path = (folder / values[key]).absolute()
+            if not path.is_file():  # a job would find out once everything is written
+                line = (entry if key in entry.values else file.defaults).line_of(key)
+                raise file.fail(line, f"{key}: no such file: {shown(str(path))}")
+            values[key] = path
     _check_together(file, values, entry)
     return values, Settings(
         options=Options(
@@ -162,7 +167,7 @@ def _number(low: int, high: int) -> Callable[[Any], int]:
 
 
 def _tolerance(value: Any) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1e300:
         raise ValueError(f"expected a number from 0 on, found {value!r}")
     return float(value)
 

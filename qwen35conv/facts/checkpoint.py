@@ -113,6 +113,7 @@ class Checkpoint:
     sidecars: tuple[Sidecar, ...]
     findings: tuple[Finding, ...]
     origin: Origin | None = None  # None: not from the Hub
+    ignored_index: bool = False  # whether there is one, and it was not asked
 
     @property
     def n_bytes(self) -> int:
@@ -197,6 +198,11 @@ def few(names: Iterable[str], n: int = 3) -> str:
 
 
 def _no_weights(label: str, listing: Mapping[str, int]) -> SourceError:
+    if below := sorted(file.rpartition("/")[0] for file in listing if file.endswith(SUFFIX)):
+        return SourceError(
+            f"{label}: no {SUFFIX} file in it, only in folders below it ({few(dict.fromkeys(below))})",
+            hint="give the checkpoint's own folder",
+        )
     for suffix, what in ((".gguf", "GGUF"), (".bin", "PyTorch .bin"), (".pth", "PyTorch .pth"), (".pt", "PyTorch .pt")):
         if found := sorted(file for file in listing if file.endswith(suffix)):
             return SourceError(

@@ -64,6 +64,7 @@ class Quantization:
 
     default: ModuleQuantization
     modules: Mapping[str, ModuleQuantization | None]
+    entry: Mapping[str, Any] | None = None  # MLX's own, as it stands; None: another packer's keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +120,15 @@ class ModelConfig:
         return int(self.head_dim * self.rope.partial_factor)
 
 
-def parse_json(where: str, raw: bytes) -> dict[str, Any]:
+def parse_json(where: str, raw: bytes, *, max_pairs: int = _MAX_PAIRS) -> dict[str, Any]:
     """A JSON object from a file beside the weights. Raises SourceError where it is none."""
     if raw.startswith(LFS_POINTER):
         raise SourceError(
             f"{where}: a Git LFS pointer, not the file itself",
             hint="run `git lfs pull` in the repository, or download the file from the Hub",
         )
-    if has_more_values(raw, _MAX_PAIRS, 2 * _MAX_PAIRS):
-        raise SourceError(f"{where}: more than {_MAX_PAIRS} entries", hint="this is no model's file")
+    if has_more_values(raw, max_pairs, 2 * max_pairs):
+        raise SourceError(f"{where}: more than {max_pairs} entries", hint="this is no model's file")
     try:
         text = raw.decode("utf-8-sig")
         document = json.loads(text, object_pairs_hook=no_duplicates)
@@ -179,28 +180,38 @@ def parse_config(where: str, raw: bytes) -> ModelConfig:
                 f"{where}: {keys[0]} {many} does not divide by {keys[1]} {few}: heads are served in equal groups",
                 hint=_WRONG_CONFIG,
             )
+    kinds, head_dim, rope = _layer_kinds(read, n_layers), read.size("head_dim", 256), _rope(read)
+    n_turned = int(head_dim * rope.partial_factor)
+    if LayerKind.FULL in kinds and (n_turned == 0 or n_turned % 2):
+        raise CheckpointError(
+            f"{where}: partial_rotary_factor {rope.partial_factor:g} rotates {n_turned} of head_dim {head_dim}: "
+            "values are rotated in pairs",
+            hint=_WRONG_CONFIG,
+        )
     return ModelConfig(
         model_type=SPARSE if n_experts else DENSE,
         nested=nested,
         hidden_size=hidden_size,
         vocab_size=read.size("vocab_size"),
-        layer_kinds=_layer_kinds(read, n_layers),
+        layer_kinds=kinds,
         intermediate_size=read.size("intermediate_size", 0, minimum=0),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
-        head_dim=read.size("head_dim", 256),
+        head_dim=head_dim,
         n_key_heads=n_key_heads,
         n_value_heads=n_value_heads,
         key_dim=read.size("linear_key_head_dim", 128),
         value_dim=read.size("linear_value_head_dim", 128),
-        conv_kernel=read.size("linear_conv_kernel_dim", 4),
+        conv_kernel=read.size("linear_conv_kernel_dim", 4, minimum=2),
         n_experts=n_experts,
-        n_experts_per_token=read.size("num_experts_per_tok", 8 if n_experts else 0, minimum=0),
+        n_experts_per_token=read.size("num_experts_per_tok", min(8, n_experts), minimum=1, maximum=n_experts)
+        if n_experts
+        else 0,
         expert_size=read.size("moe_intermediate_size", 0, minimum=0),
         shared_expert_size=read.size("shared_expert_intermediate_size", 0, minimum=0),
         norm_topk_prob=read.flag("norm_topk_prob", True),
         tied=_tied(where, document, text),
-        rope=_rope(read),
+        rope=rope,
         rms_norm_eps=read.number("rms_norm_eps", 1e-6),
         attention_bias=read.flag("attention_bias", False),
         n_mtp_layers=_n_mtp_layers(document, text),
@@ -234,12 +245,12 @@ class _Reader:
             raise self.fail(key, f"a whole number from {minimum} to {maximum}")
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float, *, maximum: float = _MAX_NUMBER) -> float:
         value = self.entries.get(key)
         if value is None:
             return default
-        if type(value) not in (int, float) or not 0 < value < _MAX_NUMBER:
-            raise self.fail(key, "a positive number")
+        if type(value) not in (int, float) or not 0 < value <= maximum:
+            raise self.fail(key, "a positive number" if maximum == _MAX_NUMBER else f"a number up to {maximum}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -293,7 +304,7 @@ def _rope(read: _Reader) -> Rope:
         raise inner.fail("mrope_section", "a list of whole numbers")
     return Rope(
         theta=inner.number("rope_theta", DEFAULT_THETA),
-        partial_factor=inner.number("partial_rotary_factor", 0.25),
+        partial_factor=inner.number("partial_rotary_factor", 0.25, maximum=1),
         mrope_section=tuple(section),
         mrope_interleaved=inner.flag("mrope_interleaved", True),
         theta_given=inner.entries.get("rope_theta") is not None,
@@ -337,7 +348,7 @@ def _quantization(where: str, document: Mapping[str, Any], text: Mapping[str, An
             for name, value in entry.items()
             if value is False or isinstance(value, dict)
         }
-        return Quantization(default, modules)
+        return Quantization(default, modules, entry)
     return _auto_round(where, _foreign_entry(document, text))
 
 

@@ -115,7 +115,7 @@ def parse_name(name: str) -> Place | None:
         return place and replace(place, parameter=f"{place.parameter or 'weight'}{BLOCK_SCALE}")
     parts = name.split(".")
     kept = [part for part in parts if part not in WRAPPERS]
-    if len(kept) > 1 and kept[0] == _FIRST_WRAPPER:
+    while len(kept) > 1 and kept[0] == _FIRST_WRAPPER:
         del kept[0]
     n_wrappers = len(parts) - len(kept)
     n_outer = next((i for i, part in enumerate(kept) if part not in _OUTER), len(kept))

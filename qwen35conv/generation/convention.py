@@ -243,8 +243,9 @@ def _by_facts(layout: Layout, claims: Sequence[tuple[str, Values]], weighed: Wei
         return Generation.UNKNOWN, f"the values are weak and {', '.join(against)} contradicts the layout", "facts"
     if weighed.n_anchors == 0:
         return Generation.UNKNOWN, "there are no layer norm gains: names and conv alone prove nothing", "facts"
-    if weighed.lean is not says:
-        looks = f"look more like {weighed.lean.value}" if weighed.lean else "could be anything"
+    lean = weighed.backed_lean if claims else weighed.lean
+    if lean is not says:
+        looks = f"look more like {lean.value}" if lean else "could be anything"
         return Generation.UNKNOWN, f"the values are weak and {looks}; the layout says {says.value}", "values"
     generation = Generation.RAW if says is Values.DELTA else Generation.CANONICAL
     return generation, f"the values are weak: they allow {says.value}, and names and conv decided", "facts"

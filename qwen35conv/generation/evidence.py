@@ -51,6 +51,7 @@ class Weighed:
     reasons: tuple[str, ...]
     outliers: tuple[str, ...]  # names of anchors that look otherwise than most
     warnings: tuple[str, ...]
+    backed_lean: Values | None = None  # as `lean`, where someone has written down what they hold
 
 
 def weigh(stats: Sequence[GainStats]) -> Weighed:
@@ -90,7 +91,8 @@ def weigh(stats: Sequence[GainStats]) -> Weighed:
     middles = middles_by_role(anchors).values()
     close = max(middles) - min(middles) <= ROLES_APART
     close = close and (n > TINY or (n >= 6 and main < 2) or _spread(anchors) < 0.55)
-    lean = _lean(anchors, main, counts, median) if close and not unproven else None
+    looks = _lean(anchors, main, counts, median) if close else None
+    lean = None if unproven else looks
     firm = agreed and close and not unproven and n >= FEW and _is_firm(anchors, main, counts, median)
     return _weighed(
         BY_SHIFT[main] if firm else Values.WEAK,
@@ -100,6 +102,7 @@ def weigh(stats: Sequence[GainStats]) -> Weighed:
         outliers=outliers,
         warnings=strays + doubts,
         lean=lean,
+        backed_lean=looks if unproven and not why_unproven(anchors, shifts, main, is_backed=True) else lean,
         doubted=bool(doubts),
     )
 
@@ -224,6 +227,7 @@ def _weighed(
     outliers: Sequence[str] = (),
     warnings: Sequence[str] = (),
     lean: Values | None = None,
+    backed_lean: Values | None = None,
     doubted: bool = False,
 ) -> Weighed:
     return Weighed(
@@ -235,4 +239,5 @@ def _weighed(
         reasons=reasons,
         outliers=tuple(outliers),
         warnings=tuple(warnings),
+        backed_lean=backed_lean,
     )

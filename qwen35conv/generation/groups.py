@@ -93,9 +93,12 @@ def find_parts(anchors: Sequence[GainStats], shifts: Sequence[int | None], main:
     ]
 
 
-def why_unproven(anchors: Sequence[GainStats], shifts: Sequence[int | None], main: int) -> str | None:
+def why_unproven(
+    anchors: Sequence[GainStats], shifts: Sequence[int | None], main: int, *, is_backed: bool = False
+) -> str | None:
     """Why the anchors of a small model prove nothing: one norm at 0.7 among few is gamma, or an odd raw one left
-    behind. Where nothing beside it in its file or layer shows which, no number tells.
+    behind. Where nothing beside it in its file or layer shows which, no number tells. With `is_backed`, where someone
+    has written down what the gains hold, a gamma amid the others of its role is taken for one.
     """
     files = grouped(anchors, lambda a: a.file)
     if len(files) > 1:
@@ -103,7 +106,7 @@ def why_unproven(anchors: Sequence[GainStats], shifts: Sequence[int | None], mai
         if odd:
             return f"few layers in several files, and {count(odd, 'norm')} not sure to be as the others: {some(odd)}"
         lone = [anchors[m[0]] for m in files.values() if len(m) == 1]
-        names = [a.name for a in lone if not _shows_itself(a)]
+        names = [a.name for a in lone if not (_shows_itself(a) or (is_backed and main == 1 and _is_amid(a, anchors)))]
         if names:
             return f"few layers, and {count(names, 'norm')} alone in a file, with no sign of its own: {some(names)}"
     middles = middles_by_role(anchors)
@@ -209,6 +212,12 @@ def _is_proof(anchor: GainStats, main: int, moved: bool) -> bool:
         plain = anchor.negative_share >= 0.2 and (anchor.off_grid_share >= 0.2 or anchor.mean < 0.1)
         return plain or moved
     return False
+
+
+def _is_amid(anchor: GainStats, anchors: Sequence[GainStats]) -> bool:
+    """Whether a gain lies amid several of its role: one of another generation would by chance alone."""
+    means = [a.mean for a in anchors if a.role is anchor.role]
+    return len(means) >= 4 and abs(anchor.mean - float(np.median(means))) <= 0.05
 
 
 def _shows_itself(anchor: GainStats) -> bool:

@@ -56,7 +56,8 @@ def build_card(receipt: Mapping[str, Any], front: Front, repo: str) -> str:
     source = receipt["source"]
     base = source.get("repo")
     name = base or source["name"]
-    kept_vision = bool(receipt["options"]["keep-vision"])
+    options = receipt["options"]
+    kept_vision = bool(options["keep-vision"])
     tags = [tag for tag in front.tags if tag not in _FORMER_LIBRARIES]
     head = ModelCardData(
         base_model=base or _listed(front.base_model),
@@ -74,8 +75,7 @@ def build_card(receipt: Mapping[str, Any], front: Front, repo: str) -> str:
     return "\n".join([
         "---", head.strip(), "---", "",
         f"# {repo.rpartition('/')[2]}", "",
-        f"{what} in the canonical MLX layout, converted by {tool['name']} {tool['version']}. Nothing was quantised or "
-        "retrained.", "",
+        f"{what} in the canonical MLX layout, converted by {tool['name']} {tool['version']}. {_untouched(options)}", "",
         "## Load it", "",
         "```bash", "pip install mlx-lm", "```", "",
         "```python",
@@ -100,7 +100,16 @@ def command_of(receipt: Mapping[str, Any]) -> str:
     source = receipt["source"]
     words = ["qwen35", "convert"]
     for option, value in receipt["options"].items():
-        if value is True:
+        if option == "quantize" and value:
+            words += [
+                "--quantize",
+                str(value["bits"]),
+                "--group-size",
+                str(value["group_size"]),
+                "--mode",
+                value["mode"],
+            ]
+        elif value is True:
             words.append(f"--{option}")
         elif value not in (None, False, _DEFAULTS.get(option)):
             words += [f"--{option}", str(value)]
@@ -108,6 +117,16 @@ def command_of(receipt: Mapping[str, Any]) -> str:
         words += ["--revision", source["commit"]]
     name = source.get("repo") or source["name"]
     return shlex.join([*words, name, f"{name.rpartition('/')[2]}-mlx"])
+
+
+def _untouched(options: Mapping[str, Any]) -> str:
+    """What became of the values of the weights."""
+    packed = options["quantize"]
+    told = ["FP8 weights were turned into bfloat16."] if options["dequantize"] else []
+    if packed:
+        how = f"{packed['bits']} bits in groups of {packed['group_size']} ({packed['mode']})"
+        told.append(f"Weights were quantised to {how}.")
+    return " ".join([*told, "Nothing was retrained."]) if told else "Nothing was quantised or retrained."
 
 
 def _done(receipt: Mapping[str, Any]) -> list[str]:
@@ -124,7 +143,8 @@ def _done(receipt: Mapping[str, Any]) -> list[str]:
         lines.append(f"| {_cell(rule)} | {count['tensors']:,} | {count['n_bytes']:,} |")
     lines.append("")
     if shift:
-        lines += [f"Norm gains: {'+' if shift > 0 else '-'} {abs(shift)}, in their own dtype.", ""]
+        dtype = "float32" if receipt["options"]["norm-dtype"] == "float32" else "their own dtype"
+        lines += [f"Norm gains: {'+' if shift > 0 else '-'} {abs(shift)}, in {dtype}.", ""]
     edits = receipt["config_edits"]
     if edits:
         keys = [f"`{edit['key']}`" for edit in edits]

@@ -18,6 +18,7 @@ from qwen35conv.kernels.launch import fits
 __all__ = [
     "BACKENDS",
     "BackendError",
+    "NoBackendError",
     "available_backends",
     "compute_gates",
     "gated_delta",
@@ -32,6 +33,14 @@ BACKENDS = ("auto", "metal", "cuda", "ops")
 class BackendError(Qwen35ConvError):
     """A backend that is unknown, or that this machine or these shapes do not allow."""
 
+    usual_hint = "choose --backend auto"
+
+
+class NoBackendError(BackendError):
+    """A backend that is asked for by name and is not to be had here: a usage error, no fault of the checkpoint."""
+
+    exit_code = 2
+
 
 @cache
 def available_backends() -> tuple[str, ...]:
@@ -43,8 +52,8 @@ def available_backends() -> tuple[str, ...]:
 def resolve_backend(name: str = "auto") -> str:
     """The backend that `name` stands for: itself, or the best available one for `auto`.
 
-    `auto` takes `ops` where MLX's default device is the CPU. Raises BackendError for an unknown name and for a
-    backend that this machine does not have.
+    `auto` takes `ops` where MLX's default device is the CPU. Raises BackendError for an unknown name,
+    NoBackendError for a backend that this machine does not have.
     """
     if name not in BACKENDS:
         raise BackendError(f"backend: expected one of {', '.join(BACKENDS)}, found {name!r}")
@@ -52,7 +61,7 @@ def resolve_backend(name: str = "auto") -> str:
     if name == "auto":
         return available[0] if mx.default_device().type == mx.DeviceType.gpu else "ops"
     if name not in available:
-        raise BackendError(
+        raise NoBackendError(
             f"backend: {name} is not available here, only {', '.join(available)}", hint="choose --backend auto"
         )
     return name

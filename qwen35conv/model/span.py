@@ -14,6 +14,8 @@ from qwen35conv.errors import Qwen35ConvError
 class CallError(Qwen35ConvError):
     """A call that the model, or what it remembers, does not allow."""
 
+    usual_hint = "the message says what the call must be"
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

@@ -6,16 +6,16 @@ Source of the table: the family's published tensor inventories (names, dtypes an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qwen35conv.errors import CheckpointError
 from qwen35conv.facts.checkpoint import few
 from qwen35conv.facts.config import MLX_MODES, LayerKind, ModelConfig, ModuleQuantization
 from qwen35conv.facts.header import Dtype
-from qwen35conv.facts.layout import HEAD_MODULE, TRUNK_PREFIX, Role
+from qwen35conv.facts.layout import HEAD_MODULE, KEPT_MTP_PREFIX, TRUNK_PREFIX, Role
 from qwen35conv.planning.pieces import Write
 
-_GROUP_SCALES = (Dtype.F16, Dtype.BF16, Dtype.F32, Dtype.U8)
+FLOATS = (Dtype.BF16, Dtype.F16, Dtype.F32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,14 @@ def expected_head(config: ModelConfig) -> Expected:
 
 
 def expected_mtp(config: ModelConfig) -> Iterator[Expected]:
-    """Every tensor of a draft head of one layer, as stored in canonical form."""
+    """Every tensor of a draft head, as stored in canonical form."""
     hidden = config.hidden_size
     yield Expected("fc", "weight", Role.LINEAR, (hidden, 2 * hidden))
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         yield Expected(name, "weight", Role.GAIN, (hidden,))
-    for suffix, role, shape in (*_layer_norms(config), *_expected_full(config), *_expected_mlp(config)):
-        yield Expected(f"layers.0.{suffix}", "weight", role, shape)
+    for i in range(config.n_mtp_layers or 1):
+        for suffix, role, shape in (*_layer_norms(config), *_expected_full(config), *_expected_mlp(config)):
+            yield Expected(f"layers.{i}.{suffix}", "weight", role, shape)
 
 
 _Row = tuple[str, Role, tuple[int, ...]]
@@ -115,6 +116,10 @@ def _gate_up_down(stem: str, role: Role, wide: int, hidden: int) -> tuple[_Row, 
     )
 
 
+class DraftHeadError(CheckpointError):
+    """A draft head that is kept, and is not whole."""
+
+
 def check_inventory(
     label: str,
     writes: Sequence[Write],
@@ -122,45 +127,84 @@ def check_inventory(
     *,
     tied: bool,
     modes: Mapping[str, ModuleQuantization | None],
-    mtp_prefix: str | None = None,
 ) -> None:
-    """Raises CheckpointError where a tensor that the config implies is missing, misshapen, or one is too many.
+    """Raises CheckpointError where a tensor that the config implies is missing or misshapen, or one is too many.
 
     `writes` are the canonical tensors; `modes` says how each quantised module is packed, by canonical module name.
     """
+    found = _by_module(writes)
+    vocab = found.get(f"{TRUNK_PREFIX}embed_tokens", {}).get("weight")
+    n_rows = vocab.shape[0] if vocab is not None and vocab.shape else config.vocab_size
+    wanted = {TRUNK_PREFIX + expected.module: expected for expected in expected_trunk(config)}
+    if not tied:
+        wanted[HEAD_MODULE] = expected_head(config)
+    for module in (f"{TRUNK_PREFIX}embed_tokens", HEAD_MODULE):
+        if module in wanted:
+            wanted[module] = replace(wanted[module], shape=(n_rows, *wanted[module].shape[1:]))
+    ours = {module: parts for module, parts in found.items() if module.startswith((TRUNK_PREFIX, HEAD_MODULE))}
+    _check(label, ours, wanted, config, modes)
+
+
+def check_head_inventory(
+    label: str,
+    writes: Sequence[Write],
+    config: ModelConfig,
+    *,
+    prefix: str,
+    modes: Mapping[str, ModuleQuantization | None],
+) -> None:
+    """Raises DraftHeadError where a draft head, named under `prefix`, is not what the config implies."""
+    own = {prefix + name.removeprefix(KEPT_MTP_PREFIX): how for name, how in modes.items()}
+    try:
+        _check(label, _by_module(writes), {prefix + e.module: e for e in expected_mtp(config)}, config, own)
+    except CheckpointError as error:
+        raise DraftHeadError(f"{error}", hint="--mtp drop leaves the draft head out") from error
+
+
+def _by_module(writes: Sequence[Write]) -> dict[str, dict[str, Write]]:
     found: dict[str, dict[str, Write]] = {}
     for write in writes:
         module, _, parameter = write.name.rpartition(".")
         if parameter in ("A_log", "dt_bias"):
             module, parameter = write.name, ""
         found.setdefault(module, {})[parameter] = write
-    vocab = found.get(f"{TRUNK_PREFIX}embed_tokens", {}).get("weight")
-    n_rows = vocab.shape[0] if vocab is not None and vocab.shape else config.vocab_size
-    missing, wrong, extra = [], [], []
-    for expected, module in _expected_modules(config, tied, mtp_prefix):
+    return found
+
+
+def _check(
+    label: str,
+    found: dict[str, dict[str, Write]],
+    wanted: Mapping[str, Expected],
+    config: ModelConfig,
+    modes: Mapping[str, ModuleQuantization | None],
+) -> None:
+    missing, wrong, odd, extra = [], [], [], []
+    for module, expected in wanted.items():
         parts = found.pop(module, {})
-        shape = expected.shape
-        if expected.role is Role.EMBEDDING or module == HEAD_MODULE:
-            shape = (n_rows, shape[1])
-        name = f"{module}.{expected.parameter}" if expected.parameter else module
         quantised = modes.get(module)
         if quantised is not None and quantised.mode not in MLX_MODES:
             continue  # packed as only its own loader knows; every byte rides along
-        if expected.parameter not in parts:
-            missing.append(name)
-            continue
-        allowed = {expected.parameter}
-        if "scales" in parts or parts[expected.parameter].dtype is Dtype.U32:
-            allowed |= {"scales", "biases"}
-            wrong += _wrong_packing(module, parts, shape, quantised)
-        elif parts[expected.parameter].shape != shape:
-            wrong.append(f"{name}: expected {list(shape)}, found {list(parts[expected.parameter].shape)}")
+        shapes = {expected.parameter: expected.shape}
         if config.attention_bias and ".self_attn." in module and expected.role is Role.LINEAR:
-            allowed.add("bias")
-        extra += [parts[parameter].name for parameter in parts if parameter not in allowed]
-    for module, parts in found.items():
-        if module.startswith((TRUNK_PREFIX, HEAD_MODULE)) or (mtp_prefix and module.startswith(mtp_prefix)):
-            extra += [write.name for write in parts.values()]
+            shapes["bias"] = expected.shape[:1]
+        missing += [f"{module}.{name}" if name else module for name in shapes if name not in parts]
+        if expected.parameter not in parts:
+            continue
+        packed = {"weight", "scales", "biases"} & parts.keys()
+        if module in modes or "scales" in packed or (packed and parts[expected.parameter].dtype is Dtype.U32):
+            wrong += _wrong_packing(module, parts, expected.shape, quantised)
+            del shapes[expected.parameter]
+        else:
+            packed = set()
+        for parameter, shape in shapes.items():
+            if (part := parts.get(parameter)) is None:
+                continue
+            if part.shape != shape:
+                wrong.append(f"{part.name}: expected {list(shape)}, found {list(part.shape)}")
+            elif part.dtype not in FLOATS:
+                odd.append(f"{part.name} ({part.dtype.value})")
+        extra += [parts[parameter].name for parameter in parts if parameter not in (packed | shapes.keys())]
+    extra += [write.name for parts in found.values() for write in parts.values()]
     if missing:
         raise CheckpointError(
             f"{label}: {len(missing)} tensors that config.json implies are missing: {few(missing)}",
@@ -171,21 +215,16 @@ def check_inventory(
             f"{label}: {len(wrong)} tensors do not fit config.json: {wrong[0]}",
             hint="its config.json belongs to another checkpoint, or the exporter moved an axis",
         )
+    if odd:
+        raise CheckpointError(
+            f"{label}: {len(odd)} tensors in a dtype they can't have: {few(odd)}",
+            hint="weights are BF16, F16 or F32, or packed as config.json says: export or download them so",
+        )
     if extra:
         raise CheckpointError(
             f"{label}: {len(extra)} tensors have no place in the model that config.json describes: {few(extra)}",
             hint="strict loaders refuse them; does config.json belong to this checkpoint?",
         )
-
-
-def _expected_modules(config: ModelConfig, tied: bool, mtp_prefix: str | None) -> Iterator[tuple[Expected, str]]:
-    for expected in expected_trunk(config):
-        yield expected, TRUNK_PREFIX + expected.module
-    if not tied:
-        yield expected_head(config), HEAD_MODULE
-    if mtp_prefix:
-        for expected in expected_mtp(config):
-            yield expected, mtp_prefix + expected.module
 
 
 def _wrong_packing(
@@ -199,14 +238,19 @@ def _wrong_packing(
         return [f"{module}.scales: a scale beside a {weight.dtype.value} weight that is not packed"]
     if quantised is None:
         return [f"{module}.weight: packed, but config.json's quantization says that it is not"]
-    if quantised.mode == "affine" and "biases" not in parts:
+    is_affine = quantised.mode == "affine"
+    if is_affine and "biases" not in parts:
         return [f"{module}.weight: packed as affine, but its biases are gone"]
+    if not is_affine and "biases" in parts:
+        return [f"{module}.biases: packed as {quantised.mode}, which has no biases"]
     packed = shape[-1] * quantised.bits
     want_weight, want_scales = (*shape[:-1], packed // 32), (*shape[:-1], shape[-1] // quantised.group_size)
     if packed % 32 or shape[-1] % quantised.group_size or weight.shape != want_weight:
         return [f"{module}.weight: expected {list(want_weight)} for {quantised.bits} bits, found {list(weight.shape)}"]
     for name in ("scales", "biases"):
         part = parts.get(name)
-        if part is not None and (part.shape != want_scales or part.dtype not in _GROUP_SCALES):
-            return [f"{module}.{name}: expected {list(want_scales)}, found {part.dtype.value} {list(part.shape)}"]
+        allowed = FLOATS if is_affine else (Dtype.U8,)
+        if part is not None and (part.shape != want_scales or part.dtype not in allowed):
+            wanted = f"{' or '.join(dtype.value for dtype in allowed)} {list(want_scales)}"
+            return [f"{module}.{name}: expected {wanted}, found {part.dtype.value} {list(part.shape)}"]
     return []

@@ -67,11 +67,16 @@ def is_gate(module: str) -> bool:
     return module.endswith(_GATES)
 
 
-def _how(write: Write, module: str, asked: ModuleQuantization) -> ModuleQuantization | None:
-    if module == write.name or not module.startswith((TRUNK_PREFIX, HEAD_MODULE)) or write.dtype not in _FLOATS:
-        return None
+def is_packable(write: Write) -> bool:
+    """Whether a weight is packed if its rows divide into groups."""
+    if not write.name.endswith(".weight") or not write.name.startswith((TRUNK_PREFIX, HEAD_MODULE)):
+        return False
     place = parse_name(write.name)
-    if place is None or place.role not in _PACKABLE or write.shape[-1] % asked.group_size:
+    return write.dtype in _FLOATS and place is not None and place.role in _PACKABLE
+
+
+def _how(write: Write, module: str, asked: ModuleQuantization) -> ModuleQuantization | None:
+    if not is_packable(write) or write.shape[-1] % asked.group_size:
         return None
     if not is_gate(module):
         return asked

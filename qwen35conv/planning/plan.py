@@ -29,8 +29,8 @@ from qwen35conv.facts.layout import (
 from qwen35conv.generation.convention import ConvLayout, Generation, Verdict, repair_shift
 from qwen35conv.planning.blocks import dequantized, pair_scales
 from qwen35conv.planning.experts import split_fused, stack_experts
-from qwen35conv.planning.inventory import check_inventory
-from qwen35conv.planning.packing import quantized
+from qwen35conv.planning.inventory import check_head_inventory, check_inventory
+from qwen35conv.planning.packing import is_packable, quantized
 from qwen35conv.planning.pieces import Fix, Rule, Skip, Write, copy_of, piece_of
 from qwen35conv.planning.scheme import check_scheme, packing
 from qwen35conv.planning.verdicts import Verdicts, conv_layout, judge_checkpoint
@@ -149,10 +149,10 @@ def make_plan(checkpoint: Checkpoint, options: Options | None = None, verdicts: 
     else:
         skips += [_skip(tensor, "vision tower: not part of the text model") for tensor in regions[Region.VISION]]
     heads: list[Write] = []
+    prefix = KEPT_MTP_PREFIX if options.mtp is Mtp.KEEP else SIDECAR_MTP_PREFIX
     if head_shift is None:
         skips += [_skip(tensor, "draft head (mtp): not part of the base model") for tensor in regions[Region.MTP]]
     else:
-        prefix = KEPT_MTP_PREFIX if options.mtp is Mtp.KEEP else SIDECAR_MTP_PREFIX
         heads = _text_writes(regions[Region.MTP], config, head_shift, options, prefix)
     skips += [_skip(t, "rotary buffer: computed anew") for t in text if t.place and t.place.role is Role.BUFFER]
     skips += [_skip(scales[skip.name], skip.reason) for skip in skips if skip.name in scales]
@@ -161,9 +161,12 @@ def make_plan(checkpoint: Checkpoint, options: Options | None = None, verdicts: 
         writes, heads = (dequantized(group, weights, scales, config.fp8_block) for group in (writes, heads))
     if options.quantize is not None:
         writes, modes = _quantized(label, writes, config, modes, options.quantize)
+        findings += _unpacked(writes, modes, options.quantize)
 
     _check_unique(label, writes + heads)
     check_inventory(label, writes, config, tied=tied, modes=modes)
+    if heads:
+        check_head_inventory(label, heads, config, prefix=prefix, modes=modes)
     findings += _findings(checkpoint, verdicts, regions, options)
     findings += _dtype_findings(writes + heads)
     order = {shard.file: i for i, shard in enumerate(checkpoint.shards)}
@@ -192,10 +195,20 @@ def _quantized(
 ) -> tuple[list[Write], Mapping[str, ModuleQuantization | None]]:
     if modes:
         raise CheckpointError(
-            f"{label}: {len(modes)} modules are packed already: {few(modes)}",
+            f"{label}: packed already: {few(modes)}",
             hint="quantise the BF16 release instead; without --quantize what is packed rides through",
         )
     return quantized(label, writes, config, asked)
+
+
+def _unpacked(
+    writes: Iterable[Write], modes: Mapping[str, ModuleQuantization | None], asked: ModuleQuantization
+) -> list[Finding]:
+    odd = [write.name for write in writes if is_packable(write) and write.name.removesuffix(".weight") not in modes]
+    if not odd:
+        return []
+    text = f"weights whose rows do not divide into groups of {asked.group_size} are not packed: {few(odd)}"
+    return [Finding("not-packed", text, Severity.WARNING)]
 
 
 def _check_names(checkpoint: Checkpoint, options: Options, modes: Mapping[str, ModuleQuantization | None]) -> None:
@@ -439,6 +452,8 @@ def _findings(
         found.append(Finding("stacked-prefix", f"{n} names carried a doubled or mixed prefix; it is collapsed"))
     if config.n_mtp_layers and not regions[Region.MTP]:
         found.append(Finding("mtp-declared", "config.json promises a draft head (mtp), but no tensor of one is stored"))
+    if options.mtp is not Mtp.DROP and not regions[Region.MTP]:
+        found.append(Finding("mtp-none", "no draft head (mtp) stands in the shards: none is kept", Severity.WARNING))
     if options.mtp is Mtp.KEEP and regions[Region.MTP]:
         text = "the draft head stays in the result: mlx-lm up to 0.31, mlx-bun 0.4 and mlx-swift-lm before mid-2026 " \
                "will shift the trunk's gains a second time"  # fmt: skip

@@ -11,15 +11,18 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
+from qwen35conv.errors import SourceError
 from qwen35conv.facts.checkpoint import Checkpoint
+from qwen35conv.facts.config import parse_json
 from qwen35conv.facts.header import TensorInfo, build_header
-from qwen35conv.generation.convention import Verdict
+from qwen35conv.generation.convention import Generation, Verdict
 from qwen35conv.planning.pieces import Fix, Write
 from qwen35conv.planning.plan import Plan, PlanShard
-from qwen35conv.planning.sidecar import ConfigEdit, SideFiles
+from qwen35conv.planning.sidecar import RECEIPT, ConfigEdit, SideFiles
 from qwen35conv.version import __version__
 
 SCHEMA = "qwen35/receipt/1"
+_MAX_PAIRS = 5_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,23 @@ def build_receipt(
             write.name: _tensor(shard, write) for shard in (*plan.shards, *plan.sidecar) for write in shard.writes
         },
     }
+
+
+def parse_receipt(where: str, raw: bytes) -> dict[str, Any]:
+    """A receipt, which has four numbers and more for each of a source's experts. Raises SourceError where it is none.
+
+    Pieces of 400,000 tensors, each with scales, are the most there can be.
+    """
+    return parse_json(where, raw, max_pairs=_MAX_PAIRS)
+
+
+def read_assumption(raw: bytes) -> Generation | None:
+    """The generation that the user vouched for, by a receipt; None where nobody did, or where it is no receipt."""
+    try:
+        option = parse_receipt(RECEIPT, raw)["options"]["assume"]
+    except (SourceError, KeyError, TypeError):
+        return None
+    return next((g for g in (Generation.RAW, Generation.CANONICAL) if g.value == option), None)
 
 
 def _source(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -128,6 +148,7 @@ def options_document(plan: Plan) -> dict[str, Any]:
         "tie-embeddings": options.tie,
         "dequantize": options.dequantize,
         "quantize": None if options.quantize is None else asdict(options.quantize),
+        "ignore-index": plan.checkpoint.ignored_index,
     }
 
 

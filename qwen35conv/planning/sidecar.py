@@ -11,7 +11,7 @@ from typing import Any
 
 from qwen35conv.errors import CheckpointError
 from qwen35conv.facts.checkpoint import CONFIG, INDEX, SUFFIX, Checkpoint, is_plain_name
-from qwen35conv.facts.config import SPARSE, LayerKind, ModelConfig, ModuleQuantization
+from qwen35conv.facts.config import SPARSE, LayerKind, ModelConfig, ModuleQuantization, Quantization
 from qwen35conv.facts.header import Dtype, shown
 from qwen35conv.facts.layout import Region, canonical_modules, parse_name
 from qwen35conv.generation.convention import MARKER_KEYS
@@ -253,7 +253,6 @@ def _main_dtype(plan: Plan) -> str | None:
 
 def _write_quantization(top: dict[str, Any], text: dict[str, Any], plan: Plan) -> None:
     """Module keys under their canonical names; entries gone where nothing is quantised, or the module is not there."""
-    entries = [entry for key in _QUANTIZATION_KEYS for level in (top, text) if (entry := level.get(key))]
     for key in _QUANTIZATION_KEYS:
         text.pop(key, None)
         top.pop(key, None)
@@ -261,9 +260,10 @@ def _write_quantization(top: dict[str, Any], text: dict[str, Any], plan: Plan) -
         top["quantization"] = _quantization(plan, plan.options.quantize)
         top["quantization_config"] = copy.deepcopy(top["quantization"])
         return
-    if not plan.packing or not isinstance(entries[0], dict):
+    quantization = plan.checkpoint.config.quantization
+    if not plan.packing or quantization is None:
         return
-    entry = entries[0] if "quant_method" not in entries[0] else _entry_of(plan)
+    entry = quantization.entry or _entry_of(quantization)
     modules = {write.name.rpartition(".")[0] for write in plan.writes()}
     renamed: dict[str, Any] = {}
     for name, value in entry.items():
@@ -287,10 +287,8 @@ def _write_quantization(top: dict[str, Any], text: dict[str, Any], plan: Plan) -
     top["quantization_config"] = copy.deepcopy(renamed)
 
 
-def _entry_of(plan: Plan) -> dict[str, Any]:
+def _entry_of(quantization: Quantization) -> dict[str, Any]:
     """MLX's entry for what was packed under another one's keys."""
-    quantization = plan.checkpoint.config.quantization
-    assert quantization is not None
     return {
         **asdict(quantization.default),
         **{name: False if how is None else asdict(how) for name, how in quantization.modules.items()},

@@ -115,4 +115,6 @@ def _write(path: Path, content: bytes, *, append: bool = False) -> None:
         with path.open("ab" if append else "wb") as opened:
             opened.write(content)
     except OSError as error:
-        raise DestinationError(f"{path}: can't be written: {error.strerror or error}") from error
+        raise DestinationError(
+            f"{path}: can't be written: {error.strerror or error}", hint="choose another file for it"
+        ) from error

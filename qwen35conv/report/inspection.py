@@ -52,6 +52,7 @@ class ReportNameError(Qwen35ConvError):
     """A --report file whose name says no format that can be written."""
 
     exit_code = 2
+    usual_hint = "name it .html or .svg"
 
 
 def check_report(report: Path) -> None:
@@ -79,7 +80,9 @@ def show_inspection(inspection: Inspection, *, as_json: bool, all_tensors: bool,
         try:
             report.write_text(picture, encoding="utf-8")
         except OSError as error:
-            raise DestinationError(f"{report}: can't be written: {error.strerror or error}") from error
+            raise DestinationError(
+                f"{report}: can't be written: {error.strerror or error}", hint="choose another name for --report"
+            ) from error
     if as_json:
         show_document(inspection_document(inspection, all_tensors=all_tensors))
     else:

@@ -47,16 +47,18 @@ class Page:
         from rich.padding import Padding
         from rich.table import Table
 
+        cells = [[assembled(cell) for cell in row] for row in rows]
+        shown = [i for i in range(len(align)) if (head and head[i]) or any(len(row[i]) for row in cells)]
         table = Table(box=None, show_header=bool(head), pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
-        for i, side in enumerate(align):
+        for i in shown:  # a column without a character would take one from another
             table.add_column(
                 head[i] if head else "",
-                justify="right" if side == "r" else "left",
-                no_wrap=side == "r",
+                justify="right" if align[i] == "r" else "left",
+                no_wrap=align[i] == "r",
                 overflow="fold",
             )
-        for row in rows:
-            table.add_row(*(assembled(cell) for cell in row))
+        for row in cells:
+            table.add_row(*(row[i] for i in shown))
         self._console.print(Padding(table, (0, 0, 0, _INDENT), expand=False))
 
     def list(self, lines: Sequence[str]) -> None:

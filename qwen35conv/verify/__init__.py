@@ -19,6 +19,8 @@ from qwen35conv.facts.layout import TRUNK_PREFIX, Role, parse_name
 from qwen35conv.generation.convention import Generation
 from qwen35conv.model import Decoder, Weights, load_decoder, lora_targets
 from qwen35conv.planning.plan import NormDtype, Options, Plan, make_plan
+from qwen35conv.planning.receipt import read_assumption
+from qwen35conv.planning.sidecar import RECEIPT
 from qwen35conv.planning.verdicts import judge_checkpoint
 from qwen35conv.source import Source, open_source, read_checkpoint
 from qwen35conv.verify.apart import run_apart
@@ -63,6 +65,7 @@ __all__ = [
 
 _FORWARD = (Step.PROMPT, Step.REFERENCE, Step.INVARIANTS, Step.SERVING, Step.PROFILE)  # what needs a decoder
 _ALONE = threading.Lock()  # one at a time in a process: each counts on all processors and on the memory that is free
+_MAX_RECEIPT = 400_000_000  # bytes
 _PROFILE_TOKENS = 128
 _SERVED_TOKENS = 19
 _DEEP_TOKENS = 33  # positions that the invariants are asked over, where no prompt is given
@@ -78,13 +81,18 @@ def plan_to_verify(checkpoint: Checkpoint) -> Plan:
     return make_plan(checkpoint, Options(assume=assume), verdicts)
 
 
-def open_original(spec: str, checkpoint: Checkpoint, plan: Plan, *, revision: str | None = None) -> Original:
-    """What a result was made from, under the plan that the result's own tensors speak of.
+def open_original(
+    spec: str, result: Source, checkpoint: Checkpoint, plan: Plan, *, revision: str | None = None
+) -> Original:
+    """What a result was made from, under the plan that the result's own tensors and its receipt speak of.
 
     Raises SourceError where it can't be read, CheckpointError where no plan leads from it to such a result.
     """
     source = open_source(spec, revision=revision)
-    return Original(source, plan_like(read_checkpoint(source), plan_of_all(checkpoint, plan)))
+    assume = None
+    if 0 < (n_bytes := result.listing.get(RECEIPT, 0)) <= _MAX_RECEIPT:
+        assume = read_assumption(result.read(RECEIPT, [(0, n_bytes)])[0])
+    return Original(source, plan_like(read_checkpoint(source), plan_of_all(checkpoint, plan), assume))
 
 
 def read_prompt(file: Path) -> str:

@@ -8,6 +8,8 @@ from qwen35conv.errors import ConventionError
 from qwen35conv.facts.checkpoint import Checkpoint, few
 from qwen35conv.facts.header import Dtype
 from qwen35conv.facts.layout import BLOCK_SCALE, KEPT_MTP_PREFIX, VISION_PREFIX, Region, Role, parse_name
+from qwen35conv.generation.convention import Generation
+from qwen35conv.planning.inventory import DraftHeadError
 from qwen35conv.planning.plan import Mtp, NormDtype, Options, Plan, make_plan
 from qwen35conv.planning.scheme import packing
 from qwen35conv.verify.check import Check, OnProgress, Value
@@ -21,14 +23,14 @@ def plan_of_all(checkpoint: Checkpoint, plan: Plan) -> Plan:
     options = replace(plan.options, keep_vision=Region.VISION in regions, mtp=mtp)
     try:
         return make_plan(checkpoint, options, plan.verdicts)
-    except ConventionError:  # a draft head whose own gains tell nothing
+    except (ConventionError, DraftHeadError):  # a draft head whose own gains tell nothing, or that is not whole
         return make_plan(checkpoint, replace(options, mtp=Mtp.DROP), plan.verdicts)
 
 
-def plan_like(original: Checkpoint, result: Plan) -> Plan:
+def plan_like(original: Checkpoint, result: Plan, assume: Generation | None = None) -> Plan:
     """The plan that turns `original` into what `result` holds; its options are read off the result.
 
-    Raises what `make_plan` does.
+    `assume` is the generation that someone vouched for when it was made. Raises what `make_plan` does.
     """
     names = {write.name: write for write in result.writes()}
     packed = result.checkpoint.config.quantization if result.packing else None
@@ -38,7 +40,8 @@ def plan_like(original: Checkpoint, result: Plan) -> Plan:
         mtp=Mtp.KEEP if any(name.startswith(KEPT_MTP_PREFIX) for name in names) else Mtp.DROP,
         norm_dtype=NormDtype.FLOAT32 if gains == {Dtype.F32} else NormDtype.SOURCE,
         tie=result.tied,
-        repair=True,
+        assume=assume,
+        repair=assume is None,
         dequantize=any(tensor.name.endswith(BLOCK_SCALE) for tensor in original.tensors),
         quantize=packed.default if packed is not None and not packing(original.config, original.tensors) else None,
     )

@@ -74,6 +74,8 @@ def judge_losses(scores: Mapping[float, Scores], uniform: float) -> tuple[bool |
     as_stored = scores[AS_STORED].loss
     if not scores[AS_STORED].is_finite:
         return False, "the forward pass gives NaN or infinity"
+    if uniform == 0:
+        return None, "a vocabulary of one token has no loss"
     if math.isnan(as_stored):
         return None, "one token has no loss: give a longer text to judge the gains by"
     moved = {shift: s.loss if s.is_finite else math.inf for shift, s in scores.items() if shift != AS_STORED}

@@ -42,7 +42,16 @@ def read_reference(path: Path, n_rows: int) -> Reference:
             f"{path}: expected input_ids [B, T] and logits [B, T, {n_rows}], found {ids.shape} and {logits.shape}",
             hint="the reference belongs to another model",
         )
-    return Reference(np.array(ids), logits)
+    if ids.size == 0 or not mx.issubdtype(ids.dtype, mx.integer):
+        raise SourceError(f"{path}: expected one token id and more, found {ids.dtype} {ids.shape}")
+    stored = np.array(ids)
+    outside = stored[(stored < 0) | (stored >= n_rows)]
+    if outside.size:
+        raise SourceError(
+            f"{path}: token {outside[0]} is not in the model's vocabulary of {n_rows}",
+            hint="the reference belongs to another model",
+        )
+    return Reference(stored, logits)
 
 
 def check_reference(

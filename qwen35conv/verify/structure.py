@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from qwen35conv.errors import CheckpointError
-from qwen35conv.facts.checkpoint import Checkpoint, few
-from qwen35conv.facts.header import Dtype
-from qwen35conv.facts.layout import Region, Role, parse_name
+from qwen35conv.facts.checkpoint import Checkpoint
 from qwen35conv.planning.inventory import check_inventory
-from qwen35conv.planning.pieces import Fix, Write
+from qwen35conv.planning.pieces import Fix
 from qwen35conv.planning.plan import Plan
 from qwen35conv.verify.check import Check, Value
-
-FLOATS = (Dtype.BF16, Dtype.F16, Dtype.F32)
-_PACKABLE = (Role.LINEAR, Role.EMBEDDING, Role.EXPERTS)
 
 
 def check_structure(checkpoint: Checkpoint, plan: Plan) -> Check:
@@ -34,17 +29,5 @@ def check_structure(checkpoint: Checkpoint, plan: Plan) -> Check:
         check_inventory(checkpoint.label, writes, checkpoint.config, tied=plan.tied, modes=plan.packing)
     except CheckpointError as error:
         return Check("structure", False, str(error), tuple(details))
-    if wrong := [f"{write.name} ({write.dtype.value})" for write in writes if not _is_typed(write, plan)]:
-        return Check(
-            "structure", False, f"{len(wrong)} tensors in a dtype they can't have: {few(wrong)}", tuple(details)
-        )
     summary = f"{len(writes)} tensors: each that config.json implies, none more"
     return Check("structure", True, summary, tuple(details))
-
-
-def _is_typed(write: Write, plan: Plan) -> bool:
-    place = parse_name(write.name)
-    if place is None or place.region is Region.VISION or write.dtype in FLOATS:
-        return True
-    module = write.name.rpartition(".")[0]
-    return place.role in _PACKABLE and module in plan.packing

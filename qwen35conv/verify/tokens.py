@@ -20,6 +20,8 @@ _MAX_FACTOR = 1 << 20  # of a product in a chat template
 class TextError(Qwen35ConvError):
     """A prompt that can't be turned into tokens, or tokens that the model does not have."""
 
+    usual_hint = "give another text, or tokens as --tokens 1,2,3"
+
 
 def read_tokenizer(source: Source) -> Tokenizer | None:
     """The checkpoint's tokenizer, or None where it has none. Raises CheckpointError for a broken one."""
@@ -39,6 +41,10 @@ def encode(source: Source, tokenizer: Tokenizer | None, prompt: str, *, chat: bo
     if tokenizer is None:
         raise TextError(f"{source.label}: no {TOKENIZER} in it", hint="give the prompt as --tokens 1,2,3")
     text = _in_template(source, prompt) if chat else prompt
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TextError("the prompt is not valid Unicode", hint="give it as UTF-8, or as --prompt-file") from error
     return tuple(tokenizer.encode(text, add_special_tokens=not chat).ids)
 
 
@@ -70,6 +76,9 @@ def _in_template(source: Source, prompt: str) -> str:
     special: dict[str, Any] = {} if raw is None else parse_json(TOKENIZER_CONFIG, raw)
     own = _read(source, TEMPLATE)
     template = special.get("chat_template") if own is None else own.decode("utf-8", "replace")
+    if isinstance(template, list):  # several by name, as older tokenizers have them
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
     if not isinstance(template, str):
         raise TextError(f"{source.label}: no chat template in it", hint="leave --chat out")
     names = {key: value for key, value in special.items() if key.endswith("_token") and isinstance(value, str)}

@@ -306,6 +306,7 @@ WRAPPERS: dict[str, Callable[[str], str]] = {
     "checkpointed": lambda n: n.replace(".linear_attn", "._checkpoint_wrapped_module.linear_attn"),
     "float32 decay": lambda n: n.replace("linear_attn.A_log", "linear_attn._fp32_params.A_log"),
     "data parallel": lambda n: f"module.{n}",
+    "data parallel twice": lambda n: f"module.module.{n}",
     "fabric": lambda n: f"_forward_module.{n}",
     "all at once": lambda n: f"module._orig_mod._fsdp_wrapped_module.{n}".replace(
         ".linear_attn", "._checkpoint_wrapped_module._orig_mod.linear_attn"
