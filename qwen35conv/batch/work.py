@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -36,11 +37,15 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a job runs in. `tell` hears of it as it goes; `check` raises StoppedError once it is to stop."""
+    """What a job runs in. `tell` hears of it as it goes; `check` raises StoppedError once it is to stop.
+
+    `stop`, where there is one, is set then, and ends what waits for the Hub.
+    """
 
     tell: Callable[[Event], None]
     check: Callable[[], None]
     write_shards: ShardWriter
+    stop: threading.Event | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +71,12 @@ def run_job(job: Job, around: Surroundings) -> Result:
         around.check()
         result = running.run()
     except StoppedError:
-        state = State.STOPPED if running.phase is not None else State.NOT_RUN
-        result = replace(running.so_far, state=state, reason="the batch was stopped", hint="the same command resumes")
+        result = running.stopped()
     except Qwen35ConvError as error:
         result = failed(running.so_far, error)
     except Exception as error:
+        if around.stop is not None and around.stop.is_set():  # so a read that was ended tells of it
+            return replace(running.stopped(), seconds=round(time.monotonic() - begun, 3))
         where = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         hint = f"`qwen35 convert --debug` on {job.source} shows where; please report it"
         result = failed(running.so_far, Qwen35ConvError(f"unexpected: {where}", hint=hint))
@@ -89,13 +95,13 @@ def failed(result: Result, error: Qwen35ConvError) -> Result:
     )
 
 
-def prepare_job(job: Job, on_verdict: Callable[[str], None]) -> Prepared:
+def prepare_job(job: Job, on_verdict: Callable[[str], None], stop: threading.Event | None = None) -> Prepared:
     """All that is known of a job before it changes anything; `on_verdict` hears the generation, once it is known.
 
     Raises what reading, planning and preparing raise.
     """
     settings = job.settings
-    source = open_source(job.source, revision=settings.revision)
+    source = open_source(job.source, revision=settings.revision, stop=stop)
     checkpoint = read_checkpoint(source, ignore_index=settings.ignore_index)
     verdicts = judge_checkpoint(checkpoint)
     on_verdict(verdicts.trunk.generation.value)
@@ -118,9 +124,14 @@ class _Running:
         self.so_far = blank
         self.phase: Phase | None = None
 
+    def stopped(self) -> Result:
+        """Where the job stood when the batch was stopped."""
+        state = State.STOPPED if self.phase is not None else State.NOT_RUN
+        return replace(self.so_far, state=state, reason="the batch was stopped", hint="the same command resumes")
+
     def run(self) -> Result:
         self._enter(Phase.INSPECT)
-        prepared = prepare_job(self.job, self._note_verdict)
+        prepared = prepare_job(self.job, self._note_verdict, self.around.stop)
         shards = (*prepared.plan.shards, *prepared.plan.sidecar)
         n_bytes = prepared.preparation.n_shard_bytes
         self.so_far = replace(self.so_far, n_bytes=n_bytes, n_shards=len(shards))
