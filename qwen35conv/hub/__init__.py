@@ -5,9 +5,9 @@ from __future__ import annotations
 from qwen35conv.errors import SourceError
 
 try:
-    import huggingface_hub.constants  # noqa: F401
-except ValueError as error:  # it reads its numbers from the environment as soon as it is imported
+    from huggingface_hub import get_session  # noqa: F401
+except ValueError as error:  # it reads addresses and numbers from the environment as soon as it is imported
     raise SourceError(
         f"a setting of the Hub's client can't be used: {error}",
-        hint="check the variables whose names begin with HF_, such as HF_HUB_DOWNLOAD_TIMEOUT",
+        hint="check HF_ENDPOINT, HF_HUB_DOWNLOAD_TIMEOUT, and the other variables whose names begin with HF_",
     ) from error
