@@ -246,7 +246,10 @@ def read_checkpoint(
     odd += told
     origin = source.origin
     if origin is not None and not _is_asked(origin):
-        text = f"the Hub was not asked: {origin.revision} is commit {origin.commit} as the local cache has it"
+        text = (
+            f"the Hub was not asked: {origin.revision} is commit {origin.commit} as the local cache has it, "
+            "and what the cache lacks of it is not copied"
+        )
         odd.append(Finding("from-cache", text))
     sidecars, strays = _read_sidecars(source, strays, findings)
     metadata = next((shard.header.metadata for shard in shards if shard.header.metadata), ())

@@ -386,3 +386,39 @@ def test_a_cache_that_can_not_be_written_is_named_and_needed_only_by_downloads(
     told(tool("convert", REPO, tmp_path / "out", "--via-cache", **environment), 4, "the download fails", "HF_HOME")
     assert not (tmp_path / "out").exists()
     assert tool("convert", REPO, tmp_path / "out", **environment).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_download_that_is_not_what_was_promised_is_the_sources_fault(
+    hub: HubServer, tool: Tool, folder: Path, tmp_path: Path
+) -> None:
+    hub.publish(REPO, folder)
+    hub.faults = [Fault("/cdn/", after=6, times=99, short_by=1000)]
+    told(tool("convert", REPO, tmp_path / "out", "--via-cache"), 3, "the download fails", "--via-cache")
+    hub.faults = [Fault("/tree/", status=200)]
+    told(tool("convert", REPO, tmp_path / "out", "--via-cache"), 3, "not as the Hub does")
+    assert not (tmp_path / "out").exists()
+
+
+DISORDER: dict[str, Callable[[Path], object]] = {
+    "a reference that is no text": lambda repo: (repo / "refs" / "main").write_bytes(b"\xff\xfe\0"),
+    "a reference that leads out": lambda repo: (repo / "refs" / "main").write_text("../../../.."),
+    "a file in place of a folder": lambda repo: (
+        (repo / "snapshots").rename(repo / "old"),
+        (repo / "snapshots").write_text("x"),
+    ),
+    "no contents": lambda repo: (repo / "blobs").rename(repo / "old"),
+}
+
+
+@pytest.mark.slow
+def test_a_cache_in_disorder_is_as_good_as_none(hub: HubServer, tool: Tool, folder: Path, tmp_path: Path) -> None:
+    hub.publish(REPO, folder)
+    for n, (name, change) in enumerate(DISORDER.items()):
+        tool.environment["HF_HOME"] = str(tmp_path / f"home{n}")
+        assert tool("convert", REPO, tmp_path / "first", "--via-cache", "--overwrite").returncode == 0, name
+        (repo,) = (tmp_path / f"home{n}" / "hub").glob("models--*")
+        change(repo)
+        told(tool("inspect", REPO, HF_HUB_OFFLINE="1"), 3, "not in the local cache")
+        assert tool("convert", REPO, tmp_path / "second", "--overwrite").returncode == 0, name
+        assert files_of(tmp_path / "second") == files_of(tmp_path / "first")

@@ -85,13 +85,20 @@ def cached_files(repo: str, commit: str, files: Mapping[str, RemoteFile]) -> Map
     """The files of a commit that lie in the local cache, whole."""
     found = {}
     for name, file in files.items():
-        try:
-            path = try_to_load_from_cache(repo, name, revision=commit)
-        except ValueError:  # a name that the cache does not keep, such as a\\..\\b
-            continue
-        if isinstance(path, str) and Path(path).is_file() and Path(path).stat().st_size == file.n_bytes:
-            found[name] = Path(path)
+        path = _look_up(repo, name, commit)
+        if path is not None and path.stat().st_size == file.n_bytes:
+            found[name] = path
     return found
+
+
+def _look_up(repo: str, name: str, revision: str) -> Path | None:
+    """A file in the local cache; None where it is not there, or the cache is in disorder."""
+    try:
+        found = try_to_load_from_cache(repo, name, revision=revision)
+    except (OSError, ValueError):  # ValueError too for a name that the cache does not keep, such as a\\..\\b
+        return None
+    path = Path(found) if isinstance(found, str) else None
+    return path if path is not None and path.is_file() else None
 
 
 def cache_folder() -> Path:
@@ -134,17 +141,25 @@ def download(repository: Repository, names: Iterable[str], *, progress: bool = F
             raise explained(error.__cause__ or error, repository.repo, revision=repository.commit) from error
         except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
             raise explained(error, repository.repo, revision=repository.commit) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # what its client makes of odd answers
+            raise explained(StrangeAnswerError(), repository.repo) from error
         except OSError as error:
+            if error.errno is None:  # of the download, not of the disk: of another length than was promised
+                raise _broken(repository, error) from error
             raise DestinationError(
                 f"{cache_folder()}: the download fails: {error.strerror or error}",
                 hint="free some space, or set HF_HOME to a folder that can be written",
             ) from error
         except RuntimeError as error:  # hf_xet raises nothing narrower
-            raise SourceError(
-                f"{repository.repo}: the download fails: {error}",
-                hint="the same command resumes; or leave --via-cache out",
-            ) from error
+            raise _broken(repository, error) from error
     return cached_files(repository.repo, repository.commit, repository.files)
+
+
+def _broken(repository: Repository, error: Exception) -> SourceError:
+    told = shown(str(error).partition("\n")[0])
+    return SourceError(
+        f"{repository.repo}: the download fails: {told}", hint="the same command resumes; or leave --via-cache out"
+    )
 
 
 def _note_revision(folder: Path, repository: Repository) -> None:
@@ -254,8 +269,8 @@ def _is_revision(revision: str) -> bool:
 def _from_cache(repo: str, revision: str) -> Repository | None:
     """What the local cache knows as a revision; None where it holds no checkpoint's beginning of it."""
     anchors = (CONFIG, INDEX, f"model{SUFFIX}")
-    paths = (try_to_load_from_cache(repo, name, revision=revision) for name in anchors)
-    folder = next((Path(path).parent for path in paths if isinstance(path, str)), None)
+    paths = (_look_up(repo, name, revision) for name in anchors)
+    folder = next((path.parent for path in paths if path is not None), None)
     if folder is None:
         return None
     cached = {
