@@ -393,10 +393,10 @@ def test_a_download_that_is_not_what_was_promised_is_the_sources_fault(
     hub: HubServer, tool: Tool, folder: Path, tmp_path: Path
 ) -> None:
     hub.publish(REPO, folder)
-    hub.faults = [Fault("/cdn/", after=6, times=99, short_by=1000)]
-    told(tool("convert", REPO, tmp_path / "out", "--via-cache"), 3, "the download fails", "--via-cache")
     hub.faults = [Fault("/tree/", status=200)]
     told(tool("convert", REPO, tmp_path / "out", "--via-cache"), 3, "not as the Hub does")
+    hub.faults = [Fault("/cdn/", after=6, times=99, short_by=1000)]
+    told(tool("convert", REPO, tmp_path / "out", "--via-cache"), 3, "the download fails", "--via-cache")
     assert not (tmp_path / "out").exists()
 
 
