@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import glob
+import os
 import string
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -89,7 +90,10 @@ def _expanded(file: JobFile, entry: Entry, folder: Path) -> Iterator[Job]:
             except ValueError as error:
                 raise file.fail(_line_of(file, entry, PUSH), f"{PUSH}: {error}") from error
         own = replace(settings, push_to_hub=repo)
-        found.append(Job(name, source, folder / Path(name).expanduser(), own))
+        destination = _at_home(folder, name)
+        if not destination.name:
+            raise file.fail(line_of_template, f"{DESTINATION}: {name!r} names no folder", "name the folder to make")
+        found.append(Job(name, source, destination, own))
     # The glob of a second run meets what the first one made.
     made = {place for job in found for place in _places(job)}
     yield from (job for job in found if len(found) == 1 or Path(job.source) not in made)
@@ -101,11 +105,29 @@ def _line_of(file: JobFile, entry: Entry, key: str) -> int:
 
 def _sources(folder: Path, source: str) -> list[str]:
     """The checkpoints that a source names: itself, or all that its glob matches, sorted."""
-    here = folder / Path(source).expanduser()
-    if here.exists() or not set(source) & set("*?["):
-        return [str(here) if here.exists() else source]  # else a Hub id, or an error of that job's own
-    matches = (Path(match) for match in sorted(glob.glob(str(here), recursive=True)))  # noqa: PTH207 - a pattern may be absolute
-    return [str(match) for match in matches if match.suffix == SUFFIX or (match / CONFIG).is_file()]
+    here = _at_home(folder, source)
+    try:
+        is_there = here.exists()
+    except OSError:  # longer than any name
+        is_there = False
+    if is_there or not set(source) & set("*?["):
+        return [str(here) if is_there else source]  # else a Hub id, or an error of that job's own
+    matches = [Path(match) for match in sorted(glob.glob(str(here), recursive=True))]  # noqa: PTH207 - a pattern may be absolute
+    folders = {match for match in matches if (match / CONFIG).is_file()}
+    return [str(match) for match in matches if match in folders or _is_alone(match, folders)]
+
+
+def _is_alone(match: Path, folders: Collection[Path]) -> bool:
+    """Whether a match is a shard that is no part of a checkpoint that matches too."""
+    return match.suffix == SUFFIX and match.parent not in folders
+
+
+def _at_home(folder: Path, name: str) -> Path:
+    """A path that is meant from a folder; of a home that nobody has it is taken as it stands."""
+    try:
+        return folder / Path(name).expanduser()
+    except RuntimeError:
+        return folder / name
 
 
 def _filled(file: JobFile, line: int, template: str, source: str, key: str = DESTINATION) -> str:
@@ -113,7 +135,12 @@ def _filled(file: JobFile, line: int, template: str, source: str, key: str = DES
     parts = [part for part in source.rstrip("/").split("/") if part not in ("", ".")] or ["checkpoint"]
     known = {"name": parts[-1].removesuffix(SUFFIX), "parent": parts[-2] if len(parts) > 1 else ""}
     try:
-        fields = {field for _, field, *_ in string.Formatter().parse(template) if field is not None}
+        parsed = list(string.Formatter().parse(template))
+        fields = {
+            field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+            for _, field, spec, conversion in parsed
+            if field is not None
+        }
         if fields <= known.keys():
             return template.format(**known)
         wrong = ", ".join(f"{{{field}}}" for field in sorted(fields - known.keys()))
@@ -131,19 +158,26 @@ def _places(job: Job) -> Iterator[Path]:
 
 
 def _check_apart(file: JobFile, pairs: Iterable[tuple[Entry, Job]]) -> None:
-    """Raises JobFileError where two jobs write one folder, or one writes what another reads."""
-    taken: dict[Path, tuple[Entry, Job]] = {}
+    """Raises JobFileError where two jobs write one folder, or one inside another's, or one writes what another reads.
+
+    Whichever way a folder is named: links and dots are followed.
+    """
+    taken: dict[str, tuple[Entry, Job]] = {}
     pairs = list(pairs)
     for entry, job in pairs:
         for place in _places(job):
-            place = place.absolute()
-            other = taken.setdefault(place, (entry, job))
+            other = taken.setdefault(os.path.realpath(place), (entry, job))
             if other[1] is not job:
                 before = f"{other[1].source} (line {_line_of(file, other[0], SOURCE)})"
                 message = f"{job.source}: {place.name} is the destination of {before} too"
                 raise file.fail(_line_of(file, entry, DESTINATION), message, "{name} gives each source its own")
+    for resolved, (entry, job) in taken.items():
+        around = next((taken[str(parent)] for parent in Path(resolved).parents if str(parent) in taken), None)
+        if around is not None and around[1] is not job:
+            message = f"{job.name} lies inside {around[1].name} (line {_line_of(file, around[0], DESTINATION)})"
+            raise file.fail(_line_of(file, entry, DESTINATION), message, "give each a folder of its own")
     for entry, job in pairs:
-        other_job = taken.get(Path(job.source).absolute())
+        other_job = taken.get(os.path.realpath(job.source))
         if other_job is not None and other_job[1] is not job:
             message = f"{job.source}: another job makes this source (line {_line_of(file, other_job[0], DESTINATION)})"
             raise file.fail(_line_of(file, entry, SOURCE), message, "jobs run in no order; put it into a second file")
