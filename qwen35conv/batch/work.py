@@ -8,7 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from qwen35conv.batch.finished import STAMP, Standing, build_stamp, is_proved, is_pushed, renew_stamp, standing_of
+from qwen35conv.batch.finished import (
+    STAMP,
+    Standing,
+    build_last_stamp,
+    build_stamp,
+    is_noted,
+    is_proved,
+    is_pushed,
+    renew_stamp,
+    standing_of,
+)
 from qwen35conv.batch.jobs import Job
 from qwen35conv.batch.results import CheckLine, Entered, Event, Moved, Phase, Result, State
 from qwen35conv.convert import (
@@ -149,6 +159,8 @@ class _Running:
         """The job's destination, brought to what the job asks."""
         match prepared.standing:
             case Standing.FINISHED:
+                if not is_noted(self.job.destination):
+                    self._renew(prepared)
                 return replace(self.so_far, state=State.FINISHED)
             case Standing.UNVERIFIED:
                 return self._verify(prepared)
@@ -156,7 +168,11 @@ class _Running:
                 self._enter(Phase.VERIFY)
                 if is_proved(prepared.source, prepared.preparation):
                     return self._verify(prepared)
-                check_target(prepared.source, self.job.destination, overwrite=self.job.settings.overwrite)
+                if not self.job.settings.overwrite:
+                    raise DestinationError(
+                        f"{self.job.destination}: exists, and is not what this job makes: it was changed, or another's",
+                        hint="choose another folder, or overwrite = true to replace it",
+                    )
                 return self._convert(prepared)
             case Standing.NEW:
                 return self._convert(prepared)
@@ -184,9 +200,11 @@ class _Running:
             )
         except DestinationError:
             # Another run may have finished it between our look and our turn.
-            if standing_of(source, preparation, settings) is Standing.FINISHED:
-                return replace(self.so_far, state=State.FINISHED)
-            raise
+            standing = standing_of(source, preparation, settings)
+            if standing is Standing.NEW:
+                raise
+            return self._made(replace(prepared, preparation=preparation, standing=standing))
+        self._renew(prepared)
         return replace(
             self.so_far,
             state=State.CONVERTED,
@@ -197,7 +215,7 @@ class _Running:
     def _verify(self, prepared: Prepared) -> Result:
         """Whether what an earlier run made passes what is asked now."""
         self._enter(Phase.VERIFY)
-        settings, destination = self.job.settings, self.job.destination
+        destination = self.job.destination
         found = verify_result(
             destination,
             _verifying(self.job, prepared),
@@ -206,7 +224,7 @@ class _Running:
             assumed=prepared.plan.options.assume is not None,
             hint=f"{destination} was made before this was asked of it, and stays",
         )
-        self._renew(build_stamp(prepared.source, prepared.preparation, settings))
+        self._renew(prepared)
         return replace(self.so_far, state=State.VERIFIED, checks=_lines(found))
 
     def _push(self, prepared: Prepared, repo: str) -> None:
@@ -216,10 +234,12 @@ class _Running:
         self._enter(Phase.PUSH)
         settings, destination = self.job.settings, self.job.destination
         push(prepare_push(destination, repo, private=settings.private, verified=True))
-        self._renew(build_stamp(prepared.source, prepared.preparation, settings, pushed=repo))
+        self._renew(prepared, pushed=repo)
 
-    def _renew(self, stamp: bytes) -> None:
+    def _renew(self, prepared: Prepared, pushed: str | None = None) -> None:
+        """Note what stands at the destination, and what it has passed."""
         try:
+            stamp = build_last_stamp(prepared.source, prepared.preparation, self.job.settings, pushed)
             renew_stamp(stamp, self.job.destination)
         except OSError as error:
             place = self.job.destination / STAMP
