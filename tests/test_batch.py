@@ -477,3 +477,23 @@ def test_results_that_cant_be_written_are_told_before_the_batch_runs(folder: Pat
     found = qwen35("batch", folder / "jobs.toml", "--junit", folder / "none" / "junit.xml")
     assert found.returncode == 4
     assert not (folder / "out").exists()
+
+
+def test_results_never_overwrite_the_job_file_or_each_other(folder: Path) -> None:
+    jobs_of(folder)
+    text = (folder / "jobs.toml").read_text()
+    (folder / "link.xml").symlink_to(folder / "jobs.toml")
+    for options in (["--junit", folder / "link.xml"], ["--junit", folder / "a", "--summary", folder / "." / "a"]):
+        found = qwen35("batch", folder / "jobs.toml", *options)
+        assert (found.returncode, found.stdout) == (2, "")
+    assert (folder / "jobs.toml").read_text() == text
+    assert not (folder / "out").exists()
+
+
+def test_an_annotation_of_a_workflow_holds_no_escapes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    jobs_of(folder, '[[job]]\nsource = "models/\\u001b[31mnone"\n')
+    found = qwen35("batch", folder / "jobs.toml")
+    assert found.returncode == 3
+    assert found.stderr.startswith("::error title=qwen35 batch%3A out/\\x1b[31mnone::no verdict: models/\\x1b[31mnone")
+    assert found.stderr.rstrip("\n").isprintable()
