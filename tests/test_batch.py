@@ -492,8 +492,8 @@ def test_results_never_overwrite_the_job_file_or_each_other(folder: Path) -> Non
 
 def test_an_annotation_of_a_workflow_holds_no_escapes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    jobs_of(folder, '[[job]]\nsource = "models/\\u001b[31mnone"\n')
+    jobs_of(folder, '[[job]]\nsource = "models/\\u001b31mnone"\n')
     found = qwen35("batch", folder / "jobs.toml")
     assert found.returncode == 3
-    assert found.stderr.startswith("::error title=qwen35 batch%3A out/\\x1b[31mnone::no verdict: models/\\x1b[31mnone")
+    assert found.stderr.startswith("::error title=qwen35 batch%3A out/\\x1b31mnone::no verdict: models/\\x1b31mnone")
     assert found.stderr.rstrip("\n").isprintable()

@@ -37,7 +37,7 @@ def parse_front(card: str) -> Front:
         return Front()
     try:
         found = yaml.safe_load(match[1])
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return Front()
     if not isinstance(found, dict):
         return Front()
@@ -74,8 +74,8 @@ def build_card(receipt: Mapping[str, Any], front: Front, repo: str) -> str:
     return "\n".join([
         "---", head.strip(), "---", "",
         f"# {repo.rpartition('/')[2]}", "",
-        f"{what} in the canonical MLX layout, converted by {tool['name']} {tool['version']}. Nothing was quantised or "
-        "retrained.", "",
+        f"{what} in the canonical MLX layout, converted by {tool['name']} {tool['version']}. "
+        f"{_arithmetic(receipt['options'])}", "",
         "## Load it", "",
         "```bash", "pip install mlx-lm", "```", "",
         "```python",
@@ -100,7 +100,10 @@ def command_of(receipt: Mapping[str, Any]) -> str:
     source = receipt["source"]
     words = ["qwen35", "convert"]
     for option, value in receipt["options"].items():
-        if value is True:
+        if isinstance(value, dict):
+            words += [f"--{option}", str(value["bits"]), "--group-size", str(value["group_size"])]
+            words += ["--mode", value["mode"]]
+        elif value is True:
             words.append(f"--{option}")
         elif value not in (None, False, _DEFAULTS.get(option)):
             words += [f"--{option}", str(value)]
@@ -108,6 +111,17 @@ def command_of(receipt: Mapping[str, Any]) -> str:
         words += ["--revision", source["commit"]]
     name = source.get("repo") or source["name"]
     return shlex.join([*words, name, f"{name.rpartition('/')[2]}-mlx"])
+
+
+def _arithmetic(options: Mapping[str, Any]) -> str:
+    """What became of the weights' values."""
+    packing = options.get("quantize")
+    if packing:
+        how = f"{packing['bits']} bits ({packing['mode']}, in groups of {packing['group_size']})"
+        return f"Weights were quantised to {how}; nothing was retrained."
+    if options.get("dequantize"):
+        return "FP8 weights were turned into bfloat16; nothing was retrained."
+    return "Nothing was quantised or retrained."
 
 
 def _done(receipt: Mapping[str, Any]) -> list[str]:
