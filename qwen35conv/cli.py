@@ -476,9 +476,11 @@ def batch(
             survey = survey_jobs(chosen, n_at_once=n_at_once)
             report.show_survey(survey, as_json=as_json)
             raise typer.Exit(survey.exit_code)
-        for file in (junit, summary):
-            if file is not None:
-                report.check_writable(file)
+        written = [file for file in (junit, summary) if file is not None]
+        if len({os.path.realpath(file) for file in (jobs_file, *written)}) <= len(written):
+            raise typer.BadParameter("--junit, --summary and JOBS are different files")
+        for file in written:
+            report.check_writable(file)
         from qwen35conv.batch.runner import Stop, run_jobs, stopping_on_signals
 
         stop = Stop()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -54,17 +55,21 @@ def prepare_push(folder: Path, repo: str, *, private: bool = False, verified: bo
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     }
     source = LocalSource(folder, str(folder))
-    _check_shards(source, receipt)
-    if not verified:
-        _check_gains(source, receipt)
+    with _reading_receipt(folder):
+        _check_shards(source, receipt)
+        _check_others(source, receipt, files)
         assumed = receipt["options"]["assume"] is not None
+        if not verified:
+            _check_gains(source, receipt)
+    if not verified:
         verify_result(folder, label=str(folder), assumed=assumed, hint="nothing was sent; convert again")
     readme = folder / CARD
     front = Front()
     if readme.is_file() and readme.stat().st_size <= _MAX_CARD:
         front = parse_front(readme.read_text(encoding="utf-8", errors="replace"))
     files.pop(CARD, None)
-    return Publication(repo, private, folder, files, build_card(receipt, front, repo))
+    with _reading_receipt(folder):
+        return Publication(repo, private, folder, files, build_card(receipt, front, repo))
 
 
 def draft_push(source: Source, preparation: Preparation, repo: str, *, private: bool = False) -> Publication:
@@ -118,6 +123,27 @@ def _check_shards(source: LocalSource, receipt: Mapping[str, Any]) -> None:
         )
 
 
+def _check_others(source: LocalSource, receipt: Mapping[str, Any], files: Collection[str]) -> None:
+    """Raises CheckpointError where config.json or the index is not the receipt's, or other files stand beside them."""
+    index = parse_index(source.read(INDEX, [(0, source.listing[INDEX])])[0])
+    shards = set(index.values())
+    planned = {name: entry["file"] for name, entry in receipt["tensors"].items() if entry["file"] in shards}
+    changed = [INDEX] if index != planned else []
+    if CONFIG not in files or _sha256(source, CONFIG) != receipt["config_sha256"]:
+        changed.append(CONFIG)
+    if changed:
+        raise CheckpointError(
+            f"{source.label}: {few(changed)}: changed since the conversion",
+            hint="convert again; a result that was changed is not published",
+        )
+    known = {*shards, *receipt["files_copied"], CONFIG, INDEX, RECEIPT, SOURCE_GAINS, CARD}
+    if others := sorted(file for file in files if file not in known):
+        raise CheckpointError(
+            f"{source.label}: {len(others)} files are not of the conversion: {few(others)}",
+            hint="move them elsewhere; only what was converted is published",
+        )
+
+
 def _sha256(source: LocalSource, file: str) -> str:
     digest = hashlib.sha256()
     for part in source.stream(file, 0, source.listing[file]):
@@ -165,15 +191,30 @@ def _check_gains(source: LocalSource, receipt: Mapping[str, Any]) -> None:
 
 def _read_receipt(folder: Path) -> dict[str, Any]:
     path = folder / RECEIPT
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
+    if not path.is_file():
         why = f"no {RECEIPT} in it: not the result of a conversion" if folder.is_dir() else "no such folder"
         raise SourceError(
             f"{folder}: {why}",
             hint="give the folder that `qwen35 convert` made",
-        ) from error
+        )
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise SourceError(f"{path}: can't be read: {error.strerror or error}", hint="check its permissions") from error
     found = parse_receipt(str(path), raw)
     if found.get("schema") != SCHEMA or not isinstance(found.get("shards"), dict):
-        raise CheckpointError(f"{path}: not a receipt of this version", hint="convert again with this version")
+        raise _no_receipt(path)
     return dict(found)
+
+
+@contextmanager
+def _reading_receipt(folder: Path) -> Iterator[None]:
+    """Turns what a receipt does not hold, or holds otherwise, into one error."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise _no_receipt(folder / RECEIPT) from error
+
+
+def _no_receipt(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path}: not a receipt of this version", hint="convert again with this version")

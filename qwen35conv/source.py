@@ -155,10 +155,13 @@ class LocalSource:
         return self.folder / (file or self.only or "")
 
 
-def open_source(spec: str, *, revision: str | None = None) -> LocalSource | HubSource:
+def open_source(
+    spec: str, *, revision: str | None = None, stop: threading.Event | None = None
+) -> LocalSource | HubSource:
     """The source that `spec` names: a folder or a single safetensors file; where neither is there, a Hub repository.
 
-    `revision` is a repository's branch, tag or commit. Raises SourceError where nothing is there.
+    `revision` is a repository's branch, tag or commit. Another thread may set `stop` to end what waits for the Hub.
+    Raises SourceError where nothing is there.
     """
     found = _open_local(spec)
     if found is not None:
@@ -171,7 +174,7 @@ def open_source(spec: str, *, revision: str | None = None) -> LocalSource | HubS
     if _HUB_ID.fullmatch(spec):
         from qwen35conv.hub.source import open_hub  # huggingface_hub: only where it is used
 
-        return open_hub(spec, revision)
+        return open_hub(spec, revision, stop)
     raise SourceError(
         f"{shown(spec)}: no such folder or file",
         hint="check the path; it was not found on this machine. A Hub repository is named owner/name",
@@ -218,7 +221,9 @@ def read_checkpoint(
     weight_map = None
     if INDEX in listing and not ignore_index:
         weight_map = parse_index(_read_json(source, INDEX))
-    chosen = choose_files(source.label, listing, weight_map, check_sets=not ignore_index)
+    chosen = choose_files(
+        source.label, listing, weight_map, check_sets=not ignore_index, listed_by_hub=_is_asked(source.origin)
+    )
     if CONFIG not in listing:
         raise SourceError(f"{source.label}: no {CONFIG} beside the shards", hint="fetch it from the model's repository")
     config = parse_config(f"{source.label}/{CONFIG}", _read_json(source, CONFIG))
@@ -240,8 +245,11 @@ def read_checkpoint(
     is_equal, told = _compare_head(source, tensors, sampled) if config.tied else (None, [])
     odd += told
     origin = source.origin
-    if origin is not None and not origin.asked:
-        text = f"the Hub was not asked: {origin.revision} is commit {origin.commit} as the local cache has it"
+    if origin is not None and not _is_asked(origin):
+        text = (
+            f"the Hub was not asked: {origin.revision} is commit {origin.commit} as the local cache has it, "
+            "and what the cache lacks of it is not copied"
+        )
         odd.append(Finding("from-cache", text))
     sidecars, strays = _read_sidecars(source, strays, findings)
     metadata = next((shard.header.metadata for shard in shards if shard.header.metadata), ())
@@ -262,6 +270,10 @@ def read_checkpoint(
         origin=origin,
         ignored_index=ignore_index and INDEX in listing,
     )
+
+
+def _is_asked(origin: Origin | None) -> bool:
+    return origin is not None and origin.asked
 
 
 def read_header(source: Source, file: str) -> Header:

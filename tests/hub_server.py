@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -66,6 +66,7 @@ class Repo:
 
     commits: list[tuple[str, dict[str, Blob]]] = field(default_factory=list)
     gated: bool = False
+    renamed: str | None = None  # where it is now
     private: bool = False
     token: str | None = None  # that opens it
 
@@ -90,6 +91,8 @@ class Fault:
     short_by: int = 0  # bytes that are neither sent nor promised
     stall: float = 0.0  # seconds before the body
     no_ranges: bool = False  # the whole file, whatever was asked for
+    answer: bytes | Callable[[str, str], bytes] | None = None  # verbatim, or made from path and range; then a close
+    seconds_a_byte: float = 0.0  # of that answer's body
 
 
 @dataclass
@@ -116,6 +119,7 @@ class HubServer:
         self.n_connections = 0  # that were opened
         self.uploads: dict[str, bytes] = {}
         self.token: str | None = None  # that may write
+        self.edit_info: Callable[[dict[str, Any]], Any] | None = None  # what a repository is said to hold
         self._lock = threading.Lock()
         self._http = _Http(("127.0.0.1", 0), _Handler)
         self._http.daemon_threads = True
@@ -227,21 +231,34 @@ class _Handler(BaseHTTPRequestHandler):
         n_body = int(self.headers.get("Content-Length") or 0)
         self.body = self.rfile.read(n_body) if n_body else b""
         with suppress(BrokenPipeError, ConnectionResetError):
-            if self.fault is not None and self.fault.status is not None:
+            if self.fault is not None and self.fault.answer is not None:
+                self._answer(self.fault.answer, self.fault.seconds_a_byte)
+            elif self.fault is not None and self.fault.status is not None:
                 self._json({"error": "fault"}, self.fault.status, dict(self.fault.headers))
             else:
                 self._route()
 
+    def _answer(self, answer: bytes | Callable[[str, str], bytes], seconds_a_byte: float) -> None:
+        raw = answer if isinstance(answer, bytes) else answer(self.path, self.headers.get("Range") or "")
+        head, _, body = raw.partition(b"\r\n\r\n")
+        self.wfile.write(head + b"\r\n\r\n")
+        step = 1 if seconds_a_byte else max(len(body), 1)
+        for at in range(0, len(body), step):
+            self.wfile.write(body[at : at + step])
+            time.sleep(seconds_a_byte)
+        self._break()
+
     def _route(self) -> None:
-        path = unquote(urlsplit(self.path).path)
+        quoted = urlsplit(self.path).path
+        path = unquote(quoted)
         if match := re.fullmatch(r"/cdn/([0-9a-f]+)", path):
             self._cdn(match[1])
-        elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-            self._resolve(*match.groups())
-        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", path):
-            self._tree(*match.groups())
-        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+?)(?:/revision/([^/]+))?", path):
-            self._info(match[1], match[2] or "main")
+        elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", quoted):
+            self._resolve(*map(unquote, match.groups()))
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", quoted):
+            self._tree(*map(unquote, match.groups()))
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+?)(?:/revision/([^/]+))?", quoted):
+            self._info(match[1], unquote(match[2] or "main"))
         else:
             self._write(path)
 
@@ -317,11 +334,16 @@ class _Handler(BaseHTTPRequestHandler):
         """The repository, if the reader may see it; else the answer is given."""
         repo = self.hub.repos.get(name)
         is_let_in = repo is not None and self.headers.get("Authorization") == f"Bearer {repo.token}"
+        if repo is not None and repo.renamed is not None:
+            place = self.path.replace(name, repo.renamed, 1)
+            self._json({"error": "moved"}, 307, {"Location": place})
+            return None
         if repo is None or (repo.private and not is_let_in):
             self._json({"error": "Repository not found"}, 401, {"X-Error-Code": "RepoNotFound"})
             return None
         if repo.gated and not is_let_in and not info:
-            self._json({"error": "Access is restricted"}, 403, {"X-Error-Code": "GatedRepo"})
+            status = 401 if self.headers.get("Authorization") is None else 403
+            self._json({"error": "Access is restricted"}, status, {"X-Error-Code": "GatedRepo"})
             return None
         return repo
 
@@ -344,7 +366,8 @@ class _Handler(BaseHTTPRequestHandler):
             if blob.sha256 is not None:
                 entry["lfs"] = {"sha256": blob.sha256, "size": blob.n_bytes, "pointerSize": 130}
             siblings.append(entry)
-        self._json({"id": name, "modelId": name, "sha": found[0], "siblings": siblings, "tags": [], "downloads": 0})
+        info = {"id": name, "modelId": name, "sha": found[0], "siblings": siblings, "tags": [], "downloads": 0}
+        self._json(info if self.hub.edit_info is None else self.hub.edit_info(info))
 
     def _tree(self, name: str, revision: str) -> None:
         found = self._at(name, revision)

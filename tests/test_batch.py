@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -107,6 +108,14 @@ CHANGES: dict[str, Any] = {
     "config.json of the result": lambda source, out: rewrite(out / "config.json", "extra", 1),
     "the receipt": lambda source, out: rewrite(out / "qwen35.json", "gain_shift", 0),
     "no receipt": lambda source, out: (out / "qwen35.json").unlink(),
+    "a weight of the result": lambda source, out: poke(out, -1),
+    "a weight of the result, and its time as it was": lambda source, out: poke(out, -1, keep_time=True),
+    "the index": lambda source, out: (out / "model.safetensors.index.json").write_text("{}"),
+    "no index": lambda source, out: (out / "model.safetensors.index.json").unlink(),
+    "no gains of the source": lambda source, out: (out / "qwen35-source-gains.bin").unlink(),
+    "a side file of the result": lambda source, out: (out / "generation_config.json").write_text("{ }"),
+    "another shard": lambda source, out: shutil.copy(next(out.glob("model-*")), out / "model-00009.safetensors"),
+    "a pipe for a receipt": lambda source, out: put_pipe(out / "qwen35.json"),
     "no stamp, and a weight of the source": lambda source, out: poke(source, -1, without=out / STAMP),
     "no stamp, and a weight of the result": lambda source, out: poke(out, -1, without=out / STAMP),
     "no stamp, and a side file": lambda source, out: (
@@ -116,13 +125,20 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def poke(source: Path, offset: int, without: Path | None = None) -> None:
+def poke(source: Path, offset: int, without: Path | None = None, *, keep_time: bool = False) -> None:
     if without is not None:
         without.unlink()
     path = sorted(source.glob("*.safetensors"))[0]
-    content = bytearray(path.read_bytes())
+    content, before = bytearray(path.read_bytes()), path.stat()
     content[offset] ^= 1
     path.write_bytes(bytes(content))
+    if keep_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def put_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 def rewrite(path: Path, key: str, value: Any) -> None:
@@ -162,6 +178,17 @@ def test_what_a_plain_conversion_made_is_compared_once_and_then_finished(folder:
     assert states(run(jobs_of(folder, mtp='"keep"')))["out/a"] is State.FAILED
 
 
+def test_what_changes_no_byte_of_a_result_is_compared_once_and_then_finished(folder: Path) -> None:
+    run(jobs_of(folder))
+    (folder / "out" / "a" / "notes.txt").write_text("mine")
+    shutil.copytree(folder / "out" / "b", folder / "copy")
+    shutil.rmtree(folder / "out" / "b")
+    (folder / "copy").rename(folder / "out" / "b")
+    put_pipe(folder / "out" / "c" / STAMP)
+    assert set(states(run(jobs_of(folder))).values()) == {State.VERIFIED}
+    assert set(states(run(jobs_of(folder))).values()) == {State.FINISHED}
+
+
 @pytest.mark.parametrize("option", [{"mtp": '"keep"'}, {"keep_vision": "true"}, {"max_shard_size": '"20KB"'}])
 def test_other_options_are_another_job(folder: Path, option: dict[str, str]) -> None:
     run(jobs_of(folder))
@@ -190,7 +217,15 @@ def test_a_draft_head_beside_the_model_is_part_of_what_is_finished(folder: Path)
     assert [check.passed for check in results["out/a"].checks if check.name == "source"] == [True]
     assert set(states(run(jobs_of(folder, **options))).values()) == {State.FINISHED}
     next((folder / "out" / "a-mtp").glob("mtp-*")).unlink()
-    assert states(run(jobs_of(folder, **options)))["out/a"] is State.FAILED
+    poke(folder / "out" / "b-mtp", -1)
+    stamp = folder / "out" / "c" / STAMP  # as a run leaves it that is killed right after it published
+    whole = stamp.read_bytes()
+    document = json.loads(whole)
+    del document["result"]
+    stamp.write_text(json.dumps(document))
+    again = states(run(jobs_of(folder, **options)))
+    assert again == {"out/a": State.FAILED, "out/b": State.FAILED, "out/c": State.FINISHED}
+    assert stamp.read_bytes() == whole
 
 
 def test_a_verification_that_fails_publishes_nothing(folder: Path) -> None:
@@ -442,3 +477,23 @@ def test_results_that_cant_be_written_are_told_before_the_batch_runs(folder: Pat
     found = qwen35("batch", folder / "jobs.toml", "--junit", folder / "none" / "junit.xml")
     assert found.returncode == 4
     assert not (folder / "out").exists()
+
+
+def test_results_never_overwrite_the_job_file_or_each_other(folder: Path) -> None:
+    jobs_of(folder)
+    text = (folder / "jobs.toml").read_text()
+    (folder / "link.xml").symlink_to(folder / "jobs.toml")
+    for options in (["--junit", folder / "link.xml"], ["--junit", folder / "a", "--summary", folder / "." / "a"]):
+        found = qwen35("batch", folder / "jobs.toml", *options)
+        assert (found.returncode, found.stdout) == (2, "")
+    assert (folder / "jobs.toml").read_text() == text
+    assert not (folder / "out").exists()
+
+
+def test_an_annotation_of_a_workflow_holds_no_escapes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    jobs_of(folder, '[[job]]\nsource = "models/\\u001b31mnone"\n')
+    found = qwen35("batch", folder / "jobs.toml")
+    assert found.returncode == 3
+    assert found.stderr.startswith("::error title=qwen35 batch%3A out/\\x1b31mnone::no verdict: models/\\x1b31mnone")
+    assert found.stderr.rstrip("\n").isprintable()

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -203,3 +205,40 @@ def test_the_command_starts_a_cluster_and_joins_one(tmp_path: Path, client: Any)
     assert json.loads(started.stdout.splitlines()[-1])["states"] == {"finished before": 3}
     both = qwen35("batch", tmp_path / "jobs.toml", "--local-cluster", 1, "--scheduler", "tcp://localhost:1")
     assert both.returncode == 2
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_dies_is_a_failure_in_few_words(tmp_path: Path) -> None:
+    made = tiny.make(tiny.Sizes(vocab=60_000, hidden=256, intermediate=3000))
+    for n in range(8):
+        tiny.save(tmp_path / "models" / f"m{n}", made.raw, made.config)
+    (tmp_path / "jobs.toml").write_text('[[job]]\nsource = "models/*"\ndestination = "out/{name}"\nchecksum = true\n')
+    place = tmp_path / "scheduler.json"
+    started = [started_process("distributed.cli.dask_scheduler", "--port", "0", "--scheduler-file", place)]
+    try:
+        while not (place.is_file() and place.read_text()):
+            time.sleep(0.05)
+        address = json.loads(place.read_text())["address"]
+        started.append(started_process("distributed.cli.dask_worker", address, "--no-nanny", "--nthreads", "1"))
+        batch = subprocess.Popen(
+            [sys.executable, "-m", "qwen35conv", "batch", str(tmp_path / "jobs.toml"), "--scheduler", address],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert batch.stdout is not None
+        assert any('"converted"' in line for line in batch.stdout)
+        started[0].kill()
+        out, err = batch.communicate(timeout=60)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert (batch.returncode, err) == (4, "")
+    ended = [json.loads(line) for line in out.splitlines() if '"event": "job"' in line]
+    lost = [result for result in ended if result["state"] != "converted"]
+    assert lost
+    assert all(result["exit_code"] == 4 and "scheduler is gone" in result["reason"] for result in lost)
+
+
+def started_process(module: str, *arguments: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 import tiny
 from hub_server import Fault, HubServer, serving
-from hub_tool import REPO, SIZES, Tool, told
+from hub_tool import REPO, SIZES, Tool, files_of, told
 from huggingface_hub import ModelCard, ModelCardData
 from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from qwen35conv.hub.card import Front, build_card, command_of, parse_front
 
@@ -202,6 +204,82 @@ def test_an_upload_that_broke_is_taken_up_again(hub: HubServer, tool: Tool, resu
     assert sent(hub)["model-00001-of-00002.safetensors"] == (result / "model-00001-of-00002.safetensors").read_bytes()
 
 
+@pytest.mark.slow
+def test_odd_answers_to_an_upload_are_one_error(hub: HubServer, tool: Tool, result: Path) -> None:
+    for where in ("/api/whoami", "/repos/create", "/preupload/", "/objects/batch", "/commit/"):
+        for body in (b"[]", b"<html>", b"{}"):
+            answer = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+            hub.faults = [Fault(where, answer=answer + body, times=9)]
+            run = tool("push", result, NEW)
+            if run.returncode == 0:  # nobody needed what was odd
+                assert sent(hub)["config.json"] == (result / "config.json").read_bytes()
+            else:
+                told(run, 4)
+            hub.repos.pop(NEW, None)
+
+
+EDITS: dict[str, tuple[Callable[[Path], object], int, str]] = {
+    "a key of config.json": (lambda out: rewrite(out / "config.json", foo=1), 1, "config.json: changed since"),
+    "the index": (lambda out: rewrite(out / "model.safetensors.index.json", weight_map={"a": SHARD}), 1, "changed"),
+    "another shard": (lambda out: shutil.copy(out / SHARD, out / "model-00003-of-00002.safetensors"), 1, "model-00003"),
+    "a head": (lambda out: save_file({"mtp.norm.weight": np.ones(3)}, out / "mtp.safetensors"), 1, "mtp.safetensors"),
+    "code": (lambda out: (out / "modeling.py").write_text("import os"), 1, "modeling.py"),
+    "a link to elsewhere": (lambda out: (out / "notes").symlink_to("/etc/hostname"), 1, "not of the conversion: notes"),
+    "a receipt without tensors": (lambda out: rewrite(out / "qwen35.json", tensors=None), 1, "not a receipt"),
+    "a receipt without options": (lambda out: rewrite(out / "qwen35.json", options={}), 1, "not a receipt"),
+    "a receipt with odd edits": (lambda out: rewrite(out / "qwen35.json", config_edits=3), 1, "not a receipt"),
+    "a pipe for a receipt": (lambda out: put_pipe(out / "qwen35.json"), 3, "no qwen35.json in it"),
+}  # fmt: skip
+SHARD = "model-00002-of-00002.safetensors"
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def put_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "code", "text"),
+    [pytest.param(*case, id=k, marks=() if k == "another shard" else pytest.mark.slow) for k, case in EDITS.items()],
+)
+def test_a_result_that_was_changed_by_hand_is_never_sent(
+    hub: HubServer, tool: Tool, result: Path, tmp_path: Path, edit: Callable[[Path], object], code: int, text: str
+) -> None:
+    folder = shutil.copytree(result, tmp_path / "out")
+    edit(folder)
+    told(tool("push", folder, NEW), code, text)
+    assert hub.asked == []
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_of_a_packed_weight_is_seen_where_the_receipt_has_checksums(
+    hub: HubServer, tool: Tool, tmp_path: Path
+) -> None:
+    made = tiny.make(tiny.Sizes(hidden=64, vocab=600, intermediate=128, head_dim=32))
+    source = tiny.save(tmp_path / "model", made.raw, made.config)
+    options = ("--quantize", "4", "--group-size", "32")
+    assert tool("convert", source, tmp_path / "out", *options, "--checksum").returncode == 0
+    card = tool.json("push", tmp_path / "out", NEW, "--dry-run")["card"]
+    assert "Weights were quantised to 4 bits (affine, in groups of 32); nothing was retrained." in card
+    command = next(line for line in card.splitlines() if line.startswith("qwen35 convert"))
+    assert command == "qwen35 convert --quantize 4 --group-size 32 --mode affine model model-mlx"
+    again = [word.replace("model-mlx", str(tmp_path / "again")) for word in command.split()[1:]]
+    again[again.index("model")] = str(source)
+    assert tool(*again, "--checksum").returncode == 0
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
+    with safe_open(tmp_path / "out" / SHARD, framework="numpy") as opened:
+        assert any(name.endswith(".scales") for name in opened.keys())  # noqa: SIM118
+    raw = bytearray((tmp_path / "out" / SHARD).read_bytes())
+    raw[-1000] ^= 1
+    (tmp_path / "out" / SHARD).write_bytes(raw)
+    told(tool("push", tmp_path / "out", NEW), 3, "1 shards are not those of qwen35.json", SHARD)
+    assert hub.asked == []
+
+
 VARIANTS = {
     "sidecar": ["--mtp", "sidecar"],
     "kept head": ["--mtp", "keep"],
@@ -273,7 +351,14 @@ def test_the_card_of_a_quantised_result_says_so_and_how() -> None:
     assert "+ 1, in float32" in card
 
 
-HEADLESS = ("", "# no head", "---\n: [\n---\n", "---\n- a\n---\n", "---\nlicense: [1]\ntags: x\n---\n")
+HEADLESS = (
+    "",
+    "# no head",
+    "---\n: [\n---\n",
+    "---\n- a\n---\n",
+    "---\nlicense: [1]\ntags: x\n---\n",
+    "---\na: " + "[" * 3000 + "\n---\n",
+)
 
 
 def test_the_command_has_every_option_that_is_no_default() -> None:

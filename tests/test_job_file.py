@@ -96,6 +96,9 @@ WRONG = {
     "no reference": ({"reference": "nowhere.safetensors"}, "reference: no such file: ", None),
     "braces": ({"destination": "out/{name"}, "destination: ", None),
     "empty": ({"source": ""}, "source: expected a text, found ''", None),
+    "no folder": ({"destination": "/"}, "destination: '/' names no folder", None),
+    "converted field": ({"destination": "{name!r}"}, "destination: unknown {name!r}", None),
+    "wide field": ({"destination": "{name:>9999999}"}, "destination: unknown {name:>9999999}", None),
     "glob": ({"source": "none/*"}, "source: nothing matches 'none/*'", None),
     "both": ({"prompt": "a", "tokens": "1,2"}, "prompt and tokens exclude each other", None),
     "told twice": ({"repair": True, "assume": "raw"}, "repair and assume exclude each other", None),
@@ -182,6 +185,38 @@ def test_a_file_without_jobs_is_an_error(name: str, text: str, tmp_path: Path) -
     assert error(tmp_path, name, text).hint
 
 
+ENDLESS = {
+    "lists too deep": ("jobs.toml", "x = " + "[" * 5000 + "]" * 5000),
+    "a number too long": ("jobs.toml", "x = " + "9" * 5000),
+    "lists too deep in YAML": ("jobs.yaml", "job: " + "[" * 3000 + "]" * 3000),
+    "a date that is none": ("jobs.yaml", "job:\n  - source: m/a\n    jobs: 2020-13-45\n"),
+    "a NUL": ("jobs.yaml", "job:\n  - source: a\0b\n"),
+    "a NUL by its name": ("jobs.jsonl", '{"source": "m/a", "destination": "x", "prompt-file": "a\\u0000"}'),
+    "half a sign": ("jobs.jsonl", '{"source": "m/a", "destination": "x\\ud800"}'),
+}
+
+
+@pytest.mark.parametrize(("name", "text"), ENDLESS.values(), ids=ENDLESS)
+def test_what_no_parser_takes_is_a_usage_error(name: str, text: str, tmp_path: Path) -> None:
+    found = error(tmp_path, name, text)
+    assert name in str(found)
+    assert len(str(found).splitlines()) == 1
+
+
+def test_names_longer_than_any_and_homes_of_nobody_are_the_jobs_own_error(tmp_path: Path) -> None:
+    for source in ("m" * 5000, "~nobody-of-this-name/m"):
+        (job,) = read(tmp_path, "jobs.jsonl", json.dumps({"source": source, "destination": "x"}))
+        assert job.source == source
+
+
+def test_a_shard_of_a_checkpoint_that_matches_is_no_job_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "m" / "a").mkdir(parents=True)
+    for name in ("config.json", "model-00001-of-00001.safetensors"):
+        (tmp_path / "m" / "a" / name).write_text("{}")
+    jobs = read(tmp_path, "jobs.toml", '[[job]]\ndestination = "out/{name}"\nsource = "m/**"\n')
+    assert [job.name for job in jobs] == ["out/a"]
+
+
 def test_a_missing_file_and_one_that_is_no_text_are_usage_errors(tmp_path: Path) -> None:
     with pytest.raises(JobFileError, match="can't be read"):
         read_jobs(tmp_path / "none.toml")
@@ -209,7 +244,10 @@ def test_a_glob_is_a_job_for_each_checkpoint_and_skips_what_jobs_make(tmp_path: 
         ({"source": "m/x"}, {"source": "x-mlx/y", "destination": "z"}, "another job makes this source"),
         ({"source": "m/x"}, {"source": "m/y", "destination": "q/../x-mlx"}, "x-mlx is the destination of m/x"),
         ({"source": "m/x"}, {"source": "m/y", "destination": "link"}, "link is the destination of m/x"),
+        ({"source": "m/x"}, {"source": "m/y", "destination": "here/x-mlx"}, "x-mlx is the destination of m/x"),
+        ({"source": "m/x"}, {"source": "here/x-mlx", "destination": "z"}, "another job makes this source"),
         ({"source": "m/x"}, {"source": "m/y", "destination": "x-mlx/y"}, "lies inside the destination of another job"),
+        ({"source": "m/x", "destination": "o/y/z"}, {"source": "m/y", "destination": "o/y"}, "o/y/z: lies inside the"),
         ({"source": "m/x"}, {"source": "n", "destination": "m/x/y"}, "lies inside the source of another job, x-mlx"),
     ],
 )
@@ -218,6 +256,7 @@ def test_jobs_that_are_in_each_others_way_are_refused(
 ) -> None:
     (tmp_path / "x-mlx").mkdir()
     (tmp_path / "link").symlink_to("x-mlx")
+    (tmp_path / "here").symlink_to(tmp_path)
     for place in ("m/x", "m/y", "n", "x-mlx/y"):
         (tmp_path / place).mkdir(parents=True)
     text = as_toml({"destination": "{name}-mlx"}, [first, second]).replace("\n\n", "\n")

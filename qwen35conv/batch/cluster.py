@@ -65,7 +65,9 @@ def connected(scheduler: str | None, n_local: int) -> Iterator[Client]:
     except ImportError as error:
         hint = "install it with: pip install 'qwen35conv[dask]'"
         raise ClusterError("Dask is not installed", hint=hint) from error
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # its news, and its farewells, are not ours to tell
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] == "distributed":  # its news, and its farewells, are not ours to tell
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     if scheduler is None:
         quiet = {"dashboard_address": ":0", "silence_logs": logging.CRITICAL}
         with (
@@ -97,7 +99,7 @@ def run_on_cluster(
         events.put(event)
 
     def end(job: Job, future: Future) -> None:
-        events.put(Ended(_result(job, future, has_begun=job.name in entered)))
+        events.put(Ended(_result(job, future, has_begun=job.name in entered, was_asked=stop.is_asked)))
 
     client.subscribe_topic(topic, hear)
     futures: list[Future] = []
@@ -137,11 +139,14 @@ def _placed(job: Job) -> Job:
     return replace(job, source=source, destination=job.destination.absolute())
 
 
-def _result(job: Job, future: Future, *, has_begun: bool) -> Result:
-    """The result of a job whose task is over, whichever way."""
+def _result(job: Job, future: Future, *, has_begun: bool, was_asked: bool) -> Result:
+    """The result of a job whose task is over, whichever way; `was_asked`: somebody asked to stop."""
     from distributed.scheduler import KilledWorker
 
     blank = Result(job.name, job.source, str(job.destination), State.NOT_RUN)
+    if future.status == "cancelled" and not was_asked:
+        hint = "what is finished is kept; the same command resumes once the cluster runs again"
+        return failed(blank, DestinationError(f"{job.destination}: the cluster's scheduler is gone", hint=hint))
     if future.status == "cancelled":
         state = State.STOPPED if has_begun else State.NOT_RUN
         return replace(blank, state=state, reason="the batch was stopped", hint="the same command resumes")

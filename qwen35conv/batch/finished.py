@@ -1,7 +1,7 @@
 """Whether a job's destination is what it would make: receipt, source revision and options agree.
 
 The receipt says what was done, to the byte; it knows no times and no places, so the same input gives the same receipt.
-Which very files of this machine were read, and what the result has passed, stands beside it in a hidden stamp.
+Which very files of this machine were read and made, and what the result has passed, stands beside it in a hidden stamp.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 
 from qwen35conv.batch.settings import Settings, Verifying
 from qwen35conv.convert import Preparation, file_bytes
-from qwen35conv.facts.checkpoint import CONFIG
-from qwen35conv.planning.receipt import ShardRecord, build_receipt
-from qwen35conv.planning.sidecar import RECEIPT, build_json
+from qwen35conv.facts.checkpoint import CONFIG, INDEX
+from qwen35conv.fixes import read_pieces
+from qwen35conv.planning.receipt import ShardRecord, build_receipt, build_source_gains, computed_gains
+from qwen35conv.planning.sidecar import RECEIPT, SOURCE_GAINS, build_index, build_json
 from qwen35conv.source import LocalSource, Source, read_checkpoint
 
 STAMP = ".batch.json"  # hidden, as no file that is copied from a source is
@@ -31,7 +32,9 @@ class Standing(Enum):
     """What a destination is to its job."""
 
     NEW = "new"  # nothing is there, or something else
-    UNPROVED = "unproved"  # its receipt is the job's, but nobody noted which files were read: a plain conversion's
+    UNPROVED = (
+        "unproved"  # its receipt is the job's, but who made these files is not noted: a plain conversion, or hands
+    )
     UNVERIFIED = "unverified"  # it is what the job makes, but has not passed what the job asks
     FINISHED = "finished"
 
@@ -42,10 +45,13 @@ def standing_of(source: Source, preparation: Preparation, settings: Settings) ->
     if receipt is None or not _is_receipt_of(receipt, preparation, settings) or not _is_whole(preparation):
         return Standing.NEW
     stamp = _read(preparation.destination / STAMP)
-    if stamp is None:
-        return Standing.UNPROVED if preparation.sidecar is None else Standing.NEW
-    if stamp.get("source") != source_digest(source, preparation):
+    if stamp is not None and stamp.get("source") != source_digest(source, preparation):
         return Standing.NEW
+    if stamp is None or stamp.get("result") != result_digest(preparation):
+        if preparation.sidecar is None:
+            return Standing.UNPROVED
+        if stamp is None or "result" in stamp:  # without it: made to the end, and cut off before that was noted
+            return Standing.NEW
     wanted, passed = verifying_digest(settings), stamp.get("verified")
     if wanted is None or passed == wanted or (wanted == _QUICK and passed is not None):
         return Standing.FINISHED
@@ -66,16 +72,36 @@ def is_proved(source: Source, preparation: Preparation) -> bool:
         ranges = [(0, source.listing[file])]
         if result.listing.get(file) != source.listing[file] or source.read(file, ranges) != result.read(file, ranges):
             return False
+    gains = {write.sources[0]: (write, read_pieces(source, write.pieces)) for write in computed_gains(preparation.plan)}
+    if gains and _content(preparation.destination / SOURCE_GAINS) != build_source_gains(gains):
+        return False
     checkpoint = read_checkpoint(result)
+    if checkpoint.strays or checkpoint.sidecars:  # some loaders would read them too
+        return False
     whole = plan_of_all(checkpoint, plan_to_verify(checkpoint))
     return check_bytes(open_view(source, preparation.plan), open_view(result, whole)).passed is True
 
 
-def build_stamp(source: Source, preparation: Preparation, settings: Settings, pushed: str | None = None) -> bytes:
+def build_stamp(source: Source, preparation: Preparation, settings: Settings) -> bytes:
+    """The stamp of a result that is to pass what a job asks, before it is there."""
+    return build_json(_stamp(source, preparation, settings))
+
+
+def build_last_stamp(source: Source, preparation: Preparation, settings: Settings, pushed: str | None = None) -> bytes:
     """The stamp of a destination that has passed what a job asks, and of the repository that holds it."""
-    digest = source_digest(source, preparation)
     published = {} if pushed is None else {"pushed": pushed}
-    return build_json({"schema": _SCHEMA, "source": digest, "verified": verifying_digest(settings), **published})
+    return build_json(_stamp(source, preparation, settings) | {"result": result_digest(preparation)} | published)
+
+
+def _stamp(source: Source, preparation: Preparation, settings: Settings) -> dict[str, Any]:
+    digest = source_digest(source, preparation)
+    return {"schema": _SCHEMA, "source": digest, "verified": verifying_digest(settings)}
+
+
+def is_noted(destination: Path) -> bool:
+    """Whether the stamp of a destination says which files stand there."""
+    stamp = _read(destination / STAMP)
+    return stamp is not None and "result" in stamp
 
 
 def is_pushed(destination: Path, repo: str) -> bool:
@@ -101,6 +127,21 @@ def source_digest(source: Source, preparation: Preparation) -> str:
     checkpoint = preparation.plan.checkpoint
     files = sorted({*checkpoint.identities, *preparation.files.copied, CONFIG})
     return _digest({file: source.identity(file) for file in files})
+
+
+def result_digest(preparation: Preparation) -> str:
+    """A digest of which files stand at the destination, in which state; hidden files are nobody's business."""
+    found = {}
+    for place in (preparation.destination, preparation.sidecar):
+        for folder, folders, names in os.walk(place or ""):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in names:
+                if not name.startswith("."):
+                    path = Path(folder, name)
+                    state = path.lstat()
+                    key = os.fsencode(path.relative_to(preparation.destination.parent)).hex()
+                    found[key] = [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_mode]
+    return _digest(found)
 
 
 def verifying_digest(settings: Settings) -> str | None:
@@ -142,24 +183,32 @@ def _without_version(receipt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_whole(preparation: Preparation) -> bool:
-    """Whether every shard has its length, and config.json its content."""
+    """Whether every shard has its length, and config.json and the index their content."""
     plan = preparation.plan
     places = [(preparation.destination, shard) for shard in plan.shards]
     if preparation.sidecar is not None:
         places += [(preparation.sidecar, shard) for shard in plan.sidecar]
     try:
-        return all((place / shard.file).stat().st_size == file_bytes(shard) for place, shard in places) and (
-            preparation.destination / CONFIG
-        ).read_bytes() == build_json(preparation.config)
+        return all((place / shard.file).stat().st_size == file_bytes(shard) for place, shard in places) and all(
+            _content(preparation.destination / file) == build_json(document)
+            for file, document in ((CONFIG, preparation.config), (INDEX, build_index(plan.shards)))
+        )
     except OSError:
         return False
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     """A JSON document; None where none is there."""
-    with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_bytes())
+    with suppress(ValueError, RecursionError):
+        found = json.loads(_content(path) or b"")
         return found if isinstance(found, dict) else None
+    return None
+
+
+def _content(path: Path) -> bytes | None:
+    """What a file holds; None where it is none: a pipe of that name would be waited for without end."""
+    with suppress(OSError):
+        return path.read_bytes() if path.is_file() else None
     return None
 
 

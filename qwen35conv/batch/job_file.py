@@ -66,7 +66,7 @@ def _parse_toml(name: str, text: str) -> JobFile:
     def load(part: str) -> dict[str, Any] | None:
         try:
             return tomllib.loads(part)
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             return None
 
     try:
@@ -76,6 +76,8 @@ def _parse_toml(name: str, text: str) -> JobFile:
         line = int(place[1]) if place else text.count("\n") + 1
         reason = str(error).partition(" (at")[0]
         raise JobFileError(f"{name}:{line}: no valid TOML: {reason}", hint="strings stand in quotes") from error
+    except (ValueError, RecursionError) as error:  # numbers too long, and lists too deep, for the parser
+        raise JobFileError(f"{name}: no valid TOML: {error}", hint="`qwen35 batch --init` writes an example") from error
     rows = text.splitlines(keepends=True)
     jobs = document.pop(_JOBS, [])
     if not _is_list_of_tables(jobs):
@@ -141,7 +143,10 @@ def _parse_yaml(name: str, text: str) -> JobFile:
         begin = _line(node)
         return Entry(values, lambda key: begin if key is None else lines[key])
 
-    loader = yaml.SafeLoader(text)
+    try:
+        loader = yaml.SafeLoader(text)
+    except yaml.YAMLError as error:  # characters that no YAML holds
+        raise _no_yaml(name, error) from error
     try:
         root = loader.get_single_node()
         if root is None:
@@ -156,10 +161,15 @@ def _parse_yaml(name: str, text: str) -> JobFile:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
         raise JobFileError(f"{name}:{line}: no valid YAML: {error.problem}") from error
-    except yaml.YAMLError as error:
-        raise JobFileError(f"{name}: no valid YAML: {error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of a date that is none
+        raise _no_yaml(name, error) from error
     finally:
         loader.dispose()
+
+
+def _no_yaml(name: str, error: Exception) -> JobFileError:
+    told = str(error).partition("\n")[0]
+    return JobFileError(f"{name}: no valid YAML: {told}", hint="`qwen35 batch --init` writes an example")
 
 
 def _line(node: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,6 +98,8 @@ def _expanded(file: JobFile, entry: Entry, folder: Path) -> Iterator[Job]:
                 raise file.fail(_line_of(file, entry, PUSH), f"{PUSH}: {error}") from error
         own = replace(settings, push_to_hub=repo)
         place = folder / _expanded_home(file, line_of_template, DESTINATION, name)
+        if not place.name:
+            raise file.fail(line_of_template, f"{DESTINATION}: {name!r} names no folder", "name the folder to make")
         found.append(Job(name, source, place, own))
     # The glob of a second run meets what the first one made.
     made = {place for job in found for place in _places(job)}
@@ -117,10 +119,20 @@ def _expanded_home(file: JobFile, line: int, key: str, path: str) -> Path:
 
 def _sources(here: Path, source: str) -> list[str]:
     """The checkpoints that a source, which would lie `here`, names: itself, or all that its glob matches, sorted."""
-    if here.exists() or not set(source) & set("*?["):
-        return [str(here) if here.exists() else source]  # else a Hub id, or an error of that job's own
-    matches = (Path(match) for match in sorted(glob.glob(str(here), recursive=True)))  # noqa: PTH207 - a pattern may be absolute
-    return [str(match) for match in matches if match.suffix == SUFFIX or (match / CONFIG).is_file()]
+    try:
+        is_there = here.exists()
+    except OSError:  # longer than any name
+        is_there = False
+    if is_there or not set(source) & set("*?["):
+        return [str(here) if is_there else source]  # else a Hub id, or an error of that job's own
+    matches = [Path(match) for match in sorted(glob.glob(str(here), recursive=True))]  # noqa: PTH207 - a pattern may be absolute
+    folders = {match for match in matches if (match / CONFIG).is_file()}
+    return [str(match) for match in matches if match in folders or _is_alone(match, folders)]
+
+
+def _is_alone(match: Path, folders: Collection[Path]) -> bool:
+    """Whether a match is a shard that is no part of a checkpoint that matches too."""
+    return match.suffix == SUFFIX and match.parent not in folders
 
 
 def _filled(file: JobFile, line: int, template: str, source: str, key: str = DESTINATION) -> str:

@@ -24,22 +24,22 @@ class Stop:
     """A wish to stop, that any thread may look at."""
 
     def __init__(self) -> None:
-        self._wish = threading.Event()
+        self.wish = threading.Event()
         self.signal: int | None = None
 
     def ask(self) -> None:
         """Stop what runs at its next step, and begin nothing more."""
-        self._wish.set()
+        self.wish.set()
 
     def check(self) -> None:
         """Raises StoppedError once someone asked."""
-        if self._wish.is_set():
+        if self.wish.is_set():
             raise StoppedError
 
     @property
     def is_asked(self) -> bool:
         """Whether someone asked."""
-        return self._wish.is_set()
+        return self.wish.is_set()
 
 
 @contextmanager
@@ -74,6 +74,7 @@ def run_jobs(jobs: Sequence[Job], *, n_at_once: int, fail_fast: bool, stop: Stop
     around = Surroundings(
         tell=events.put,
         check=stop.check,
+        stop=stop.wish,
         write_shards=partial(write_shards, budget=threading.BoundedSemaphore(n_steps)),
     )
     pool = ThreadPoolExecutor(n_at_once, thread_name_prefix="job")

@@ -152,8 +152,12 @@ def _flag(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError(f"expected a text, found {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"expected a text, found half of a sign: {value!r}") from error
     return value
 
 

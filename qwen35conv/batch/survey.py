@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from qwen35conv.batch.finished import Standing
@@ -80,8 +82,14 @@ class Survey:
 
 def survey_jobs(jobs: Sequence[Job], *, n_at_once: int) -> Survey:
     """What the jobs would do. A job that can't be done is part of the answer."""
+    stop = threading.Event()
     with ThreadPoolExecutor(n_at_once, thread_name_prefix="survey") as pool:
-        looks = tuple(pool.map(_look, jobs))
+        try:
+            looks = tuple(pool.map(partial(_look, stop=stop), jobs))
+        except BaseException:  # interrupted
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
     found: dict[int, FileSystem] = {}
     for look in looks:
         if look.action in (Action.REFUSE, Action.NOTHING, Action.VERIFY):
@@ -95,10 +103,10 @@ def survey_jobs(jobs: Sequence[Job], *, n_at_once: int) -> Survey:
     return Survey(looks, tuple(found.values()))
 
 
-def _look(job: Job) -> Look:
+def _look(job: Job, stop: threading.Event) -> Look:
     verdicts: list[str] = []
     try:
-        prepared = prepare_job(job, verdicts.append)
+        prepared = prepare_job(job, verdicts.append, stop)
         if prepared.standing is not Standing.NEW:
             action = Action.NOTHING if prepared.standing is Standing.FINISHED else Action.VERIFY
             return Look(job, verdicts[0], action, 0)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from qwen35conv.batch.finished import STAMP, Standing, build_stamp, is_proved, is_pushed, renew_stamp, standing_of
+from qwen35conv.batch.finished import (
+    STAMP,
+    Standing,
+    build_last_stamp,
+    build_stamp,
+    is_noted,
+    is_proved,
+    is_pushed,
+    renew_stamp,
+    standing_of,
+)
 from qwen35conv.batch.jobs import Job
 from qwen35conv.batch.results import CheckLine, Entered, Event, Moved, Phase, Result, State
 from qwen35conv.convert import (
@@ -37,11 +48,15 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a job runs in. `tell` hears of it as it goes; `check` raises StoppedError once it is to stop."""
+    """What a job runs in. `tell` hears of it as it goes; `check` raises StoppedError once it is to stop.
+
+    `stop`, where there is one, is set then, and ends what waits for the Hub.
+    """
 
     tell: Callable[[Event], None]
     check: Callable[[], None]
     write_shards: ShardWriter
+    stop: threading.Event | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +82,12 @@ def run_job(job: Job, around: Surroundings) -> Result:
         around.check()
         result = running.run()
     except StoppedError:
-        state = State.STOPPED if running.phase is not None else State.NOT_RUN
-        result = replace(running.so_far, state=state, reason="the batch was stopped", hint="the same command resumes")
+        result = running.stopped()
     except Qwen35ConvError as error:
         result = failed(running.so_far, error)
     except Exception as error:
+        if around.stop is not None and around.stop.is_set():  # so a read that was ended tells of it
+            return replace(running.stopped(), seconds=round(time.monotonic() - begun, 3))
         where = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         hint = f"`qwen35 convert --debug` on {job.source} shows where; please report it"
         result = failed(running.so_far, Qwen35ConvError(f"unexpected: {where}", hint=hint))
@@ -90,13 +106,13 @@ def failed(result: Result, error: Qwen35ConvError) -> Result:
     )
 
 
-def prepare_job(job: Job, on_verdict: Callable[[str], None]) -> Prepared:
+def prepare_job(job: Job, on_verdict: Callable[[str], None], stop: threading.Event | None = None) -> Prepared:
     """All that is known of a job before it changes anything; `on_verdict` hears the generation, once it is known.
 
     Raises what reading, planning and preparing raise.
     """
     settings = job.settings
-    source = open_source(job.source, revision=settings.revision)
+    source = open_source(job.source, revision=settings.revision, stop=stop)
     checkpoint = read_checkpoint(source, ignore_index=settings.ignore_index)
     verdicts = judge_checkpoint(checkpoint)
     on_verdict(verdicts.trunk.generation.value)
@@ -125,9 +141,14 @@ class _Running:
         self.so_far = blank
         self.phase: Phase | None = None
 
+    def stopped(self) -> Result:
+        """Where the job stood when the batch was stopped."""
+        state = State.STOPPED if self.phase is not None else State.NOT_RUN
+        return replace(self.so_far, state=state, reason="the batch was stopped", hint="the same command resumes")
+
     def run(self) -> Result:
         self._enter(Phase.INSPECT)
-        prepared = prepare_job(self.job, self._note_verdict)
+        prepared = prepare_job(self.job, self._note_verdict, self.around.stop)
         shards = (*prepared.plan.shards, *prepared.plan.sidecar)
         n_bytes = prepared.preparation.n_shard_bytes
         self.so_far = replace(self.so_far, n_bytes=n_bytes, n_shards=len(shards))
@@ -145,6 +166,8 @@ class _Running:
         """The job's destination, brought to what the job asks."""
         match prepared.standing:
             case Standing.FINISHED:
+                if not is_noted(self.job.destination):
+                    self._renew(prepared)
                 return replace(self.so_far, state=State.FINISHED)
             case Standing.UNVERIFIED:
                 return self._verify(prepared)
@@ -152,7 +175,11 @@ class _Running:
                 self._enter(Phase.VERIFY)
                 if is_proved(prepared.source, prepared.preparation):
                     return self._verify(prepared)
-                check_target(prepared.source, self.job.destination, overwrite=self.job.settings.overwrite)
+                if not self.job.settings.overwrite:
+                    raise DestinationError(
+                        f"{self.job.destination}: exists, and is not what this job makes: it was changed, or another's",
+                        hint="choose another folder, or overwrite = true to replace it",
+                    )
                 return self._convert(prepared)
             case Standing.NEW:
                 return self._convert(prepared)
@@ -180,9 +207,11 @@ class _Running:
             )
         except DestinationError:
             # Another run may have finished it between our look and our turn.
-            if standing_of(source, preparation, settings) is Standing.FINISHED:
-                return replace(self.so_far, state=State.FINISHED)
-            raise
+            standing = standing_of(source, preparation, settings)
+            if standing is Standing.NEW:
+                raise
+            return self._made(replace(prepared, preparation=preparation, standing=standing))
+        self._renew(prepared)
         return replace(
             self.so_far,
             state=State.CONVERTED,
@@ -193,7 +222,7 @@ class _Running:
     def _verify(self, prepared: Prepared) -> Result:
         """Whether what an earlier run made passes what is asked now."""
         self._enter(Phase.VERIFY)
-        settings, destination = self.job.settings, self.job.destination
+        destination = self.job.destination
         found = verify_result(
             destination,
             _verifying(self.job, prepared),
@@ -202,7 +231,7 @@ class _Running:
             assumed=prepared.plan.options.assume is not None,
             hint=f"{destination} was made before this was asked of it, and stays",
         )
-        self._renew(build_stamp(prepared.source, prepared.preparation, settings))
+        self._renew(prepared)
         return replace(self.so_far, state=State.VERIFIED, checks=_lines(found))
 
     def _push(self, prepared: Prepared, repo: str) -> None:
@@ -212,10 +241,12 @@ class _Running:
         self._enter(Phase.PUSH)
         settings, destination = self.job.settings, self.job.destination
         push(prepare_push(destination, repo, private=settings.private, verified=True))
-        self._renew(build_stamp(prepared.source, prepared.preparation, settings, pushed=repo))
+        self._renew(prepared, pushed=repo)
 
-    def _renew(self, stamp: bytes) -> None:
+    def _renew(self, prepared: Prepared, pushed: str | None = None) -> None:
+        """Note what stands at the destination, and what it has passed."""
         try:
+            stamp = build_last_stamp(prepared.source, prepared.preparation, self.job.settings, pushed)
             renew_stamp(stamp, self.job.destination)
         except OSError as error:
             place = self.job.destination / STAMP

@@ -144,14 +144,23 @@ def is_plain_name(file: str) -> bool:
 
 
 def choose_files(
-    label: str, listing: Mapping[str, int], weight_map: Mapping[str, str] | None, *, check_sets: bool = True
+    label: str,
+    listing: Mapping[str, int],
+    weight_map: Mapping[str, str] | None,
+    *,
+    check_sets: bool = True,
+    listed_by_hub: bool = False,
 ) -> ShardSet:
     """The shards of a checkpoint: those that the index names, or without one all at the top of the folder.
 
     `check_sets` holds file names to their own word: of shards called 2 of 3 and 3 of 3 the first is missing.
+    `listed_by_hub`: what is missing is missing upstream, and no download would bring it.
 
     Raises SourceError for an incomplete set, and says what was found instead of shards.
     """
+    remedy = "finish the download"
+    if listed_by_hub:
+        remedy = "the repository itself lacks them: ask its owner for a whole one, try another --revision"
     stored = sorted(file for file in listing if file.endswith(SUFFIX))
     top = [file for file in stored if "/" not in file]
     if weight_map is None:
@@ -160,7 +169,7 @@ def choose_files(
         if check_sets and (absent := _absent_from_sets(top)):
             raise SourceError(
                 f"{label}: incomplete: {len(absent)} shards that the others' names speak of are missing: {few(absent)}",
-                hint="finish the download, or use --ignore-index if these files hold a whole checkpoint",
+                hint=f"{remedy}, or use --ignore-index if these files hold a whole checkpoint",
             )
         return ShardSet(tuple(top), tuple(file for file in stored if "/" in file), None)
     wanted = sorted(set(weight_map.values()))
@@ -171,7 +180,7 @@ def choose_files(
         raise SourceError(
             f"{label}: incomplete: {len(missing)} of {len(wanted)} shards that the index names are missing: "
             f"{few(missing)}{unfinished}",
-            hint="finish the download, or use --ignore-index if these files hold a whole checkpoint under other names",
+            hint=f"{remedy}, or use --ignore-index if these files hold a whole checkpoint under other names",
         )
     return ShardSet(tuple(wanted), tuple(file for file in stored if file not in set(wanted)), weight_map)
 

@@ -37,7 +37,7 @@ def parse_front(card: str) -> Front:
         return Front()
     try:
         found = yaml.safe_load(match[1])
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return Front()
     if not isinstance(found, dict):
         return Front()

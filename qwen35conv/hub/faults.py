@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import httpx2
-from huggingface_hub import constants
 from huggingface_hub.errors import (
     DisabledRepoError,
     EntryNotFoundError,
@@ -25,6 +24,7 @@ from huggingface_hub.utils import parse_ratelimit_headers
 
 from qwen35conv.errors import Qwen35ConvError, SourceError
 from qwen35conv.facts.header import shown
+from qwen35conv.hub.settings import endpoint
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 RETRIED_STATUSES = (408, 429, 500, 502, 503, 504)
@@ -32,6 +32,10 @@ RESUMES = "what is finished is kept; the same command resumes"
 _NETWORK = (httpx2.HTTPError, HfHubHTTPError, OfflineModeIsEnabled, HFValidationError, LocalTokenNotFoundError)
 
 MakeError = Callable[..., Qwen35ConvError]
+
+
+class StrangeAnswerError(Exception):
+    """An answer that the Hub never gives; `str` says why, where that helps."""
 
 
 def status_of(error: BaseException) -> int | None:
@@ -45,11 +49,11 @@ def seconds_to_wait(headers: Mapping[str, str]) -> float | None:
     if limit is not None and limit.remaining == 0:
         return float(limit.reset_in_seconds)
     text = headers.get("retry-after", "").strip()
-    if text.isdigit():
+    if text.isascii() and text.isdigit():
         return float(text)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
@@ -74,7 +78,11 @@ def explained(
 ) -> Qwen35ConvError:
     """What to tell of an error of the Hub's client."""
     status = status_of(error)
-    endpoint = constants.ENDPOINT
+    if isinstance(error, StrangeAnswerError):
+        return make(
+            f"{where}: {endpoint()} answers, but not as the Hub does{f': {error}' if str(error) else ''}",
+            hint="check HF_ENDPOINT, and the network's login",
+        )
     if isinstance(error, OfflineModeIsEnabled):
         return make(
             f"{where}: not in the local cache, and the Hub is not asked: HF_HUB_OFFLINE is set",
@@ -85,21 +93,21 @@ def explained(
     if isinstance(error, GatedRepoError):
         return make(
             f"{where}: gated: its licence must be accepted before it can be read",
-            hint=f"accept it at {endpoint}/{where}, then {LOGIN}",
+            hint=f"accept it at {endpoint()}/{where}, then {LOGIN}",
         )
     if isinstance(error, DisabledRepoError):
-        return make(f"{where}: the repository was disabled", hint=f"see {endpoint}/{where}")
+        return make(f"{where}: the repository was disabled", hint=f"see {endpoint()}/{where}")
     if isinstance(error, RevisionNotFoundError):
         return make(f"{where}: no revision {shown(revision or 'main')} in it", hint="give a branch, a tag or a commit")
     if isinstance(error, RepositoryNotFoundError):
         return make(
-            f"{where}: no such repository at {endpoint}, or a private one",
+            f"{where}: no such repository at {endpoint()}, or a private one",
             hint=f"check the name; a folder of this name was not found either. Where it is private, {LOGIN}",
         )
     if isinstance(error, EntryNotFoundError):
         return make(f"{where}: no such file in the repository", hint="the repository changed; run the command again")
     if isinstance(error, LocalTokenNotFoundError):
-        return make(f"{where}: you are not logged in to {endpoint}", hint=LOGIN)
+        return make(f"{where}: you are not logged in to {endpoint()}", hint=LOGIN)
     if status == 401:
         return make(f"{where}: the Hub does not accept your token", hint=LOGIN)
     if status == 403:
@@ -109,17 +117,17 @@ def explained(
     if status is not None and status >= 500:
         return make(f"{where}: the Hub is out of order (HTTP {status})", hint=f"try again later; {RESUMES}")
     if status is not None:
-        return make(f"{where}: the Hub refuses (HTTP {status}{_said(error)})", hint=f"see {endpoint}/{where}")
+        return make(f"{where}: the Hub refuses (HTTP {status}{_said(error)})", hint=f"see {endpoint()}/{where}")
     if isinstance(error, httpx2.ProxyError):
         return make(f"{where}: the proxy fails: {_text(error)}", hint="check HTTPS_PROXY and NO_PROXY")
     if (tls := _tls(error)) is not None:
         return make(
-            f"{where}: {endpoint} can't be trusted: TLS fails: {tls}",
+            f"{where}: {endpoint()} can't be trusted: TLS fails: {tls}",
             hint="check the clock and certificates; SSL_CERT_FILE names those of a company's proxy",
         )
     if isinstance(error, httpx2.TimeoutException):
         return make(f"{where}: the Hub does not answer in time", hint=f"check the network; {RESUMES}")
-    return make(f"{where}: {endpoint} can't be reached: {_text(error)}", hint=f"check the network; {RESUMES}")
+    return make(f"{where}: {endpoint()} can't be reached: {_text(error)}", hint=f"check the network; {RESUMES}")
 
 
 def _said(error: BaseException) -> str:

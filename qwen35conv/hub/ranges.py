@@ -8,8 +8,9 @@ from itertools import pairwise
 
 Range = tuple[int, int]  # begin, and end (one past)
 
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.IGNORECASE)
-_PART_RANGE = re.compile(rb"content-range:\s*bytes (\d+)-(\d+)/", re.IGNORECASE)
+_NUMBER = "[0-9]{1,18}"
+_CONTENT_RANGE = re.compile(rf"bytes ({_NUMBER})-({_NUMBER})/({_NUMBER}|\*)", re.IGNORECASE)
+_PART_RANGE = re.compile(rf"content-range:\s*bytes ({_NUMBER})-({_NUMBER})/".encode(), re.IGNORECASE)
 _BOUNDARY = re.compile(r'boundary="?([^";,]+)"?', re.IGNORECASE)
 
 
@@ -46,6 +47,11 @@ def merge_within(ranges: Iterable[Range], allowance: int) -> list[Range]:
 def range_header(ranges: Sequence[Range]) -> str:
     """The Range header that asks for non-empty ranges."""
     return "bytes=" + ",".join(f"{begin}-{end - 1}" for begin, end in ranges)
+
+
+def parse_count(text: str | None) -> int | None:
+    """The number of bytes that a header names; None where it names none."""
+    return int(text) if text is not None and re.fullmatch(_NUMBER, text) else None
 
 
 def parse_content_range(header: str) -> tuple[Range, int | None] | None:

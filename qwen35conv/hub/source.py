@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cached_property
@@ -21,15 +22,17 @@ _GAP = 16 << 10  # bytes between two ranges that are cheaper read than asked for
 _KEPT_PIECE = 1 << 20  # longer stretches are not kept in memory
 _KEPT_IN_ALL = 64 << 20
 _BLOCK = 1 << 20
+_GLANCE = 0.2  # seconds between two looks at the events of others
 
 
 class HubSource:
-    """A repository at one commit. Never written to."""
+    """A repository at one commit. Never written to. Once `stop` is set, reading raises StoppedError."""
 
-    def __init__(self, repository: Repository) -> None:
+    def __init__(self, repository: Repository, stop: threading.Event | None = None) -> None:
         self.label = repository.repo
         self.repository = repository
         self._cached = repository.cached
+        self._stop = stop or threading.Event()
         self._transport = Transport(repository.repo, repository.commit)
         self._lock = threading.Lock()
         self._kept: dict[str, list[tuple[int, bytes]]] = {}  # by file: where a stretch begins, and its bytes
@@ -58,13 +61,13 @@ class HubSource:
 
     def read(self, file: str, ranges: Sequence[Range]) -> list[bytes]:
         """The bytes of each range of a file. Raises SourceError where they can't be had."""
-        return self._read(file, ranges, threading.Event())
+        return self._read(file, ranges, self._stop)
 
     def read_many(
         self, wanted: Mapping[str, Sequence[Range]], on_file: Callable[[str], None] = lambda file: None
     ) -> dict[str, list[bytes]]:
         """As `read`, of several files at once; `on_file` is told of each that is done."""
-        stop = threading.Event()
+        stop = _EitherEvent(self._stop)
         found = {}
         with ThreadPoolExecutor(N_CONNECTIONS) as pool:
             try:
@@ -90,7 +93,7 @@ class HubSource:
             at, raw = kept
             yield raw[begin - at : end - at]
             begin = min(end, at + len(raw))
-        yield from self._transport.stream(self._file(file), begin, end, stop or threading.Event())
+        yield from self._transport.stream(self._file(file), begin, end, _EitherEvent(self._stop, stop))
 
     def download(self, files: Iterable[str], *, progress: bool = False) -> None:
         """Have files in the local cache, and read them from there. Raises what `repository.download` does."""
@@ -143,9 +146,29 @@ class HubSource:
                     self._n_kept += len(raw)
 
 
-def open_hub(repo: str, revision: str | None = None) -> HubSource:
-    """The repository at a revision. Raises SourceError where it can't be read."""
-    return HubSource(open_repository(repo, revision))
+def open_hub(repo: str, revision: str | None = None, stop: threading.Event | None = None) -> HubSource:
+    """The repository at a revision. Raises SourceError where it can't be read, StoppedError once `stop` is set."""
+    return HubSource(open_repository(repo, revision, stop), stop)
+
+
+class _EitherEvent(threading.Event):
+    """An event that is set once it, or one of others, is."""
+
+    def __init__(self, *others: threading.Event | None) -> None:
+        super().__init__()
+        self._others = [other for other in others if other is not None]
+
+    def is_set(self) -> bool:
+        return super().is_set() or any(other.is_set() for other in self._others)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self.is_set():
+            left = _GLANCE if until is None else min(_GLANCE, until - time.monotonic())
+            if left <= 0:
+                return False
+            super().wait(left)
+        return True
 
 
 def _holding(stretches: Iterable[tuple[int, bytes]], one: Range) -> tuple[int, bytes] | None:

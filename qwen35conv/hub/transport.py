@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,12 +13,21 @@ from urllib.parse import urljoin, urlsplit
 import httpx2
 from huggingface_hub import constants, get_session, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+from huggingface_hub.utils import hf_raise_for_status
 
 from qwen35conv.errors import SourceError
-from qwen35conv.hub.faults import RETRIED_STATUSES, explained, seconds_to_wait
-from qwen35conv.hub.ranges import Range, boundary_of, merge_within, parse_content_range, parse_parts, range_header
-from qwen35conv.version import __version__
+from qwen35conv.facts.header import shown
+from qwen35conv.hub.faults import RESUMES, RETRIED_STATUSES, explained, seconds_to_wait
+from qwen35conv.hub.ranges import (
+    Range,
+    boundary_of,
+    merge_within,
+    parse_content_range,
+    parse_count,
+    parse_parts,
+    range_header,
+)
+from qwen35conv.hub.settings import request_headers
 
 MAX_RANGES = 200  # of one request; web servers refuse more
 _MAX_REDIRECTS = 8
@@ -25,6 +35,7 @@ _MAX_TRIES = 6  # in a row, without a byte between them
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 20.0  # seconds
 _LONGEST_ASKED = 330.0  # seconds: the Hub's rate limits reset every five minutes
 _PROGRESS_BYTES = 1 << 16  # a connection that brought fewer is one more failure in a row
+_SLOWEST_BYTES = 1 << 10  # within the client's timeout, of which the last may be the end of a file
 _MOST_SKIPPED = 32 << 20  # bytes: of a longer file the beginning is not read only to get past it
 _PART_OVERHEAD = 1 << 10  # bytes: the head of a part
 
@@ -65,7 +76,7 @@ class Transport:
     def __init__(self, repo: str, commit: str) -> None:
         self.repo = repo
         self.commit = commit
-        self._headers = build_hf_headers(library_name="qwen35conv", library_version=__version__)
+        self._headers = request_headers()
         self._lock = threading.Lock()
         self._locations: dict[str, str] = {}  # where the Hub sent us for a file, as long as that works
         self._served: dict[str, str] = {}  # the ETag of each file at the place that serves its bytes
@@ -85,9 +96,11 @@ class Transport:
             try:
                 with self._answer(file, [(begin, end)]) as response:
                     n_skipped = begin if response.status_code == 200 else 0
+                    pace = _Pace(f"{self.repo}/{file.name}")
                     for chunk in response.iter_raw():
                         if stop.is_set():
                             raise StoppedError
+                        pace.check(len(chunk))
                         if len(chunk) <= n_skipped:
                             n_skipped -= len(chunk)
                             continue
@@ -141,7 +154,9 @@ class Transport:
                     if boundary is None:
                         raise _RangesRefusedError
                     body = bytearray()
+                    pace = _Pace(f"{self.repo}/{file.name}")
                     for chunk in response.iter_raw():
+                        pace.check(len(chunk))
                         body += chunk
                         if len(body) > most or stop.is_set():
                             break
@@ -173,8 +188,8 @@ class Transport:
                 if at_hub:
                     self._check_identity(file, response)
                 if response.has_redirect_location:
-                    url = urljoin(url, response.headers["location"])
-                    if response.headers.get("content-length", "").isdigit():
+                    url = self._redirected(file, url, response.headers["location"])
+                    if parse_count(response.headers.get("content-length")) is not None:
                         response.read()  # a word or two: then the connection serves the next request
                     continue
                 if not at_hub:
@@ -217,12 +232,19 @@ class Transport:
         # A mirror may name a file by another kind of digest: of another length, it says nothing.
         if etag is not None and file.etag is not None and len(etag) == len(file.etag) and etag != file.etag:
             raise self._changed(file, f"its ETag is {etag}, not {file.etag}")
-        n_bytes = response.headers.get(constants.HUGGINGFACE_HEADER_X_LINKED_SIZE)
-        if n_bytes is not None and n_bytes.isdigit() and int(n_bytes) != file.n_bytes:
+        n_bytes = parse_count(response.headers.get(constants.HUGGINGFACE_HEADER_X_LINKED_SIZE))
+        if n_bytes is not None and n_bytes != file.n_bytes:
             raise self._changed(file, f"it has {n_bytes} bytes, not {file.n_bytes}")
 
     def _check_served(self, file: RemoteFile, response: httpx2.Response, ranges: Sequence[Range]) -> None:
         """Raises where the bytes to come are not those that were asked for."""
+        if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise _TryAgainError(  # its bytes are not the file's, whatever range it names
+                SourceError(
+                    f"{self.repo}/{file.name}: the answer is compressed, though it was asked for as it is",
+                    hint="a proxy may do that: check HTTPS_PROXY, HF_ENDPOINT, and the network",
+                )
+            )
         etag = _plain(response.headers.get("etag"))
         if etag is not None:
             with self._lock:
@@ -236,8 +258,8 @@ class Transport:
         if response.status_code == 200:
             if len(ranges) > 1:
                 raise _RangesRefusedError
-            n_bytes = response.headers.get("content-length", "")
-            if n_bytes.isdigit() and int(n_bytes) != file.n_bytes:
+            n_bytes = parse_count(response.headers.get("content-length"))
+            if n_bytes is not None and n_bytes != file.n_bytes:
                 raise self._changed(file, f"it has {n_bytes} bytes, not {file.n_bytes}")
             if ranges[0][0] and file.n_bytes > _MOST_SKIPPED:
                 raise SourceError(
@@ -245,10 +267,10 @@ class Transport:
                     hint="--via-cache downloads the files first",
                 )
             return
-        if boundary_of(response.headers.get("content-type", "")) is not None:
-            return
         if len(ranges) > 1:
-            raise _RangesRefusedError
+            if boundary_of(response.headers.get("content-type", "")) is None:
+                raise _RangesRefusedError
+            return
         found = parse_content_range(response.headers.get("content-range", ""))
         if found is None:
             raise _TryAgainError(SourceError(f"{self.repo}/{file.name}: an answer that names no range"))
@@ -257,6 +279,21 @@ class Transport:
             raise self._changed(file, f"it has {n_bytes_in_all} bytes, not {file.n_bytes}")
         if given[0] != ranges[0][0]:
             raise _TryAgainError(SourceError(f"{self.repo}/{file.name}: an answer with another range"))
+
+    def _redirected(self, file: RemoteFile, url: str, location: str) -> str:
+        """Where a redirect leads. Raises SourceError where that is nowhere on the web."""
+        try:
+            target = urljoin(url, location)
+            parts = urlsplit(target)
+            httpx2.URL(target)
+            if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+                return target
+        except (ValueError, httpx2.InvalidURL):
+            pass
+        raise SourceError(
+            f"{self.repo}/{file.name}: the Hub sends us to {shown(location)}, which is no web address",
+            hint="check HF_ENDPOINT, and the network",
+        )
 
     def _forget(self, file: RemoteFile) -> bool:
         """Ask the Hub again where a file is; whether there was anything to forget."""
@@ -268,6 +305,25 @@ class Transport:
             f"{self.repo}/{file.name}: the file changed while it was read: {how}",
             hint="run the same command again; it starts from what is there now",
         )
+
+
+class _Pace:
+    """Whether an answer still comes: a byte now and then keeps a connection open, and brings no file."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._begun = time.monotonic()
+        self._n_bytes = 0
+
+    def check(self, n_bytes: int) -> None:
+        """Count what came. Raises _TryAgainError where hardly anything has within the client's own timeout."""
+        self._n_bytes += n_bytes
+        if self._n_bytes >= _SLOWEST_BYTES:
+            self._begun, self._n_bytes = time.monotonic(), 0
+        elif time.monotonic() - self._begun > constants.HF_HUB_DOWNLOAD_TIMEOUT:
+            raise _TryAgainError(
+                SourceError(f"{self._where}: the answer hardly comes any more", hint=f"check the network; {RESUMES}")
+            )
 
 
 class _Patience:

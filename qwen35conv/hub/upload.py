@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
-from huggingface_hub import CommitOperationAdd, HfApi, constants
+from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
 from qwen35conv.errors import DestinationError, Qwen35ConvError
 from qwen35conv.facts.checkpoint import few
 from qwen35conv.hub.faults import LOGIN, explained, status_of, told
-from qwen35conv.hub.repository import progress_bars
+from qwen35conv.hub.repository import quietly
+from qwen35conv.hub.settings import check_settings, endpoint
 
 CARD = "README.md"
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".npz", ".h5", ".msgpack", ".onnx")
@@ -32,7 +33,8 @@ def check_repository(repo: str, files: Collection[str] | None = None) -> None:
 
     `files` are those to be sent; without them any weights are another model's.
     """
-    with told(repo, make=DestinationError):
+    check_settings(DestinationError)
+    with told(repo, make=DestinationError), quietly():
         HfApi().whoami()
         try:
             found = HfApi().model_info(repo).siblings or []
@@ -59,7 +61,7 @@ def upload(
     operations = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
     operations.append(CommitOperationAdd(CARD, card.encode()))
     try:
-        with progress_bars(progress):
+        with quietly(progress):
             url = api.create_repo(repo, private=private or None, exist_ok=True)
             done = api.create_commit(repo, operations, commit_message=message)
     except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
@@ -76,7 +78,7 @@ def _refused(repo: str, error: Exception, resume: str) -> Qwen35ConvError:
     if isinstance(error, RepositoryNotFoundError) or status_of(error) in (401, 403):
         said = error.server_message if isinstance(error, HfHubHTTPError) and error.server_message else "no right to it"
         return DestinationError(
-            f"{repo}: can't be written at {constants.ENDPOINT}: {said}",
+            f"{repo}: can't be written at {endpoint()}: {said}",
             hint=f"use your own name or an organisation's that you may write to; {LOGIN}",
         )
     found = explained(error, repo, make=DestinationError)

@@ -5,6 +5,7 @@ The same source, options and version give the same receipt: no times, no absolut
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from qwen35conv.facts.header import TensorInfo, build_header
 from qwen35conv.generation.convention import Generation, Verdict
 from qwen35conv.planning.pieces import Fix, Write
 from qwen35conv.planning.plan import Plan, PlanShard
-from qwen35conv.planning.sidecar import RECEIPT, ConfigEdit, SideFiles
+from qwen35conv.planning.sidecar import RECEIPT, ConfigEdit, SideFiles, build_config, build_json
 from qwen35conv.version import __version__
 
 SCHEMA = "qwen35/receipt/1"
@@ -59,6 +60,7 @@ def build_receipt(
             | ({"moved_from": edit.moved_from} if edit.moved_from is not None else {})
             for edit in edits
         ],
+        "config_sha256": hashlib.sha256(build_json(build_config(plan))).hexdigest(),
         "files_copied": list(files.copied),
         "files_left": dict(files.left),
         "shards": {

@@ -262,8 +262,9 @@ def _annotate(result: Result) -> None:
     """Tell GitHub Actions of a job that failed; a workflow command is a line on either stream."""
     if os.environ.get("GITHUB_ACTIONS") != "true" or result.state is not State.FAILED:
         return
-    told = f"{result.verdict or 'no verdict'}: {result.reason}" + (f"\n{result.hint}" if result.hint else "")
-    title = _escaped(f"qwen35 batch: {result.name}").replace(":", "%3A").replace(",", "%2C")
+    told = clean(f"{result.verdict or 'no verdict'}: {result.reason}")
+    told += f"\n{clean(result.hint)}" if result.hint else ""
+    title = _escaped(clean(f"qwen35 batch: {result.name}")).replace(":", "%3A").replace(",", "%2C")
     emit(f"::error title={title}::{_escaped(told)}\n", sys.stderr)
 
 

@@ -1,7 +1,7 @@
 """Field reports on indexes and shard sets (K), file integrity (L), unfinished downloads (M), places that are written
 to (N), and memory (O).
 
-Not rebuilt here: N01, a race of parallel downloads on Windows; M05, M10 and K13's download, which need a Hub.
+M05, M10 and K13's download need a Hub: test_hub_reports.py. Not rebuilt: N01, a race of parallel downloads on Windows.
 """
 
 from __future__ import annotations
