@@ -203,10 +203,9 @@ def test_what_no_parser_takes_is_a_usage_error(name: str, text: str, tmp_path: P
     assert len(str(found).splitlines()) == 1
 
 
-def test_names_longer_than_any_and_homes_of_nobody_are_the_jobs_own_error(tmp_path: Path) -> None:
-    for source in ("m" * 5000, "~nobody-of-this-name/m"):
-        (job,) = read(tmp_path, "jobs.jsonl", json.dumps({"source": source, "destination": "x"}))
-        assert job.source == source
+def test_a_name_longer_than_any_is_the_jobs_own_error(tmp_path: Path) -> None:
+    (job,) = read(tmp_path, "jobs.jsonl", json.dumps({"source": "m" * 5000, "destination": "x"}))
+    assert job.source == "m" * 5000
 
 
 def test_a_shard_of_a_checkpoint_that_matches_is_no_job_of_its_own(tmp_path: Path) -> None:

@@ -119,15 +119,19 @@ def _expanded_home(file: JobFile, line: int, key: str, path: str) -> Path:
 
 def _sources(here: Path, source: str) -> list[str]:
     """The checkpoints that a source, which would lie `here`, names: itself, or all that its glob matches, sorted."""
-    try:
-        is_there = here.exists()
-    except OSError:  # longer than any name
-        is_there = False
+    is_there = _exists(here)
     if is_there or not set(source) & set("*?["):
         return [str(here) if is_there else source]  # else a Hub id, or an error of that job's own
     matches = [Path(match) for match in sorted(glob.glob(str(here), recursive=True))]  # noqa: PTH207 - a pattern may be absolute
     folders = {match for match in matches if (match / CONFIG).is_file()}
     return [str(match) for match in matches if match in folders or _is_alone(match, folders)]
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # longer than any name
+        return False
 
 
 def _is_alone(match: Path, folders: Collection[Path]) -> bool:
@@ -167,7 +171,7 @@ def _check_apart(file: JobFile, pairs: Iterable[tuple[Entry, Job]]) -> None:
     read: dict[Path, tuple[Entry, Job]] = {}
     pairs = list(pairs)
     for entry, job in pairs:
-        if Path(job.source).exists():
+        if _exists(Path(job.source)):
             read[_real(job.source)] = entry, job
         for place in _places(job):
             other = made.setdefault(_real(place), (entry, job))
