@@ -200,6 +200,20 @@ def test_an_upload_that_broke_is_taken_up_again(hub: HubServer, tool: Tool, resu
     assert sent(hub)["model-00001-of-00002.safetensors"] == (result / "model-00001-of-00002.safetensors").read_bytes()
 
 
+@pytest.mark.slow
+def test_odd_answers_to_an_upload_are_one_error(hub: HubServer, tool: Tool, result: Path) -> None:
+    for where in ("/api/whoami", "/repos/create", "/preupload/", "/objects/batch", "/commit/"):
+        for body in (b"[]", b"<html>", b"{}"):
+            answer = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+            hub.faults = [Fault(where, answer=answer + body, times=9)]
+            run = tool("push", result, NEW)
+            if run.returncode == 0:  # nobody needed what was odd
+                assert sent(hub)["config.json"] == (result / "config.json").read_bytes()
+            else:
+                told(run, 4)
+            hub.repos.pop(NEW, None)
+
+
 EDITS: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "a key of config.json": (lambda out: rewrite(out / "config.json", foo=1), 1, "config.json: changed since"),
     "the index": (lambda out: rewrite(out / "model.safetensors.index.json", weight_map={"a": SHARD}), 1, "changed"),
