@@ -71,6 +71,8 @@ def told(where: str, *, revision: str | None = None, make: MakeError = SourceErr
         yield
     except _NETWORK as error:
         raise explained(error, where, revision=revision, make=make) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # what the client makes of odd answers
+        raise explained(StrangeAnswerError(), where, make=make) from error
 
 
 def explained(

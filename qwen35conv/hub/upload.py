@@ -12,7 +12,8 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, Reposit
 
 from qwen35conv.errors import DestinationError, Qwen35ConvError
 from qwen35conv.facts.checkpoint import few
-from qwen35conv.hub.faults import LOGIN, explained, status_of, told
+from qwen35conv.facts.header import shown
+from qwen35conv.hub.faults import LOGIN, StrangeAnswerError, explained, status_of, told
 from qwen35conv.hub.repository import quietly
 from qwen35conv.hub.settings import check_settings, endpoint
 
@@ -66,11 +67,13 @@ def upload(
             done = api.create_commit(repo, operations, commit_message=message)
     except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
         raise _refused(repo, error, resume) from error
+    except (KeyError, TypeError, AttributeError) as error:  # what the client makes of odd answers
+        raise DestinationError(str(explained(StrangeAnswerError(), repo)), hint=resume) from error
     except (OSError, RuntimeError, ValueError) as error:  # of files that can't be read, of hf_xet, of an odd answer
         cause = error.__cause__
         if isinstance(cause, (httpx2.HTTPError, OfflineModeIsEnabled)):
             raise _refused(repo, cause, resume) from error
-        raise DestinationError(f"{repo}: the upload fails: {error}", hint=resume) from error
+        raise DestinationError(f"{repo}: the upload fails: {shown(str(error).strip())}", hint=resume) from error
     return Published(str(url), done.oid)
 
 
