@@ -365,9 +365,18 @@ class _Crew:
                 shard = max(self._shards, key=lambda one: len(one.waiting), default=None)
             if shard is None or not shard.waiting:
                 return None
-            if not shard.begun and (n_cloned := shard.begin()):
-                self._on_bytes(n_cloned)
+            if not shard.begun:
+                self._begin(shard)
             return shard, shard.waiting.popleft()
+
+    def _begin(self, shard: _Growing) -> None:
+        try:
+            if n_cloned := shard.begin():
+                self._on_bytes(n_cloned)
+        except BaseException as error:  # before another thread misses the file, and that is taken for the cause
+            self._failure = self._failure or error
+            self._stop.set()
+            raise
 
     def _is_last(self, shard: _Growing, step: Step, n_shared: int) -> bool:
         """Whether a step, now done, was the last of its shard."""
