@@ -264,7 +264,7 @@ def test_a_flipped_bit_of_a_packed_weight_is_seen_where_the_receipt_has_checksum
     options = ("--quantize", "4", "--group-size", "32")
     assert tool("convert", source, tmp_path / "out", *options, "--checksum").returncode == 0
     card = tool.json("push", tmp_path / "out", NEW, "--dry-run")["card"]
-    assert "Weights were quantised to 4 bits (affine, in groups of 32); nothing was retrained." in card
+    assert "Weights were quantised to 4 bits in groups of 32 (affine). Nothing was retrained." in card
     command = next(line for line in card.splitlines() if line.startswith("qwen35 convert"))
     assert command == "qwen35 convert --quantize 4 --group-size 32 --mode affine model model-mlx"
     again = [word.replace("model-mlx", str(tmp_path / "again")) for word in command.split()[1:]]
