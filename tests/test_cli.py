@@ -195,6 +195,26 @@ def test_an_interrupt_leaves_no_destination_and_the_same_command_resumes(
     assert [path.name for path in tmp_path.glob("out*")] == ["out"]
 
 
+WHILE_LOADING = """
+import os, sys
+from qwen35conv.__main__ import main
+
+class Loading:
+    def find_spec(self, name, path, target=None):
+        if name == "qwen35conv.cli":
+            os.kill(os.getpid(), int(sys.argv[1]))
+
+sys.meta_path.insert(0, Loading())
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_the_command_is_loaded_ends_it_with_its_code_alone(number: signal.Signals, code: int) -> None:
+    run = subprocess.run([sys.executable, "-c", WHILE_LOADING, str(int(number))], capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (code, "", "")
+
+
 def test_a_command_that_only_reads_has_nothing_to_resume(source: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "prompt")
     command = [sys.executable, "-m", "qwen35conv", "verify", str(source), "--prompt-file", str(tmp_path / "prompt")]
