@@ -28,7 +28,7 @@ def forecast_shared(shards: Iterable[PlanShard], source: Source, folder: Path, l
         n_shared = n_shareable(steps_of(shard, by_blocks=True), by_ranges=by_ranges)
         for file in sorted({piece.file for write in shard.writes for piece in write.read_pieces}):
             path = source.local_path(file)
-            device = None if path is None else path.stat().st_dev
+            device = _device(path)
             if device not in refusals:
                 refusals[device] = _refusal(sharing, path, folder)
             if (refusal := refusals[device]) is not None:
@@ -37,6 +37,14 @@ def forecast_shared(shards: Iterable[PlanShard], source: Source, folder: Path, l
                 n_shared = 0
         n_total += n_shared
     return n_total
+
+
+def _device(path: Path | None) -> int | None:
+    """The device that a file is on; None where it is not to be had here."""
+    try:
+        return None if path is None else path.stat().st_dev
+    except OSError:
+        return None
 
 
 def _refusal(sharing: Sharing, path: Path | None, folder: Path) -> OSError | None:
