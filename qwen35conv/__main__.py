@@ -1,4 +1,4 @@
-"""The command `qwen35`, and `python -m qwen35conv`: signals are answered from here on, also while the rest is loaded."""
+"""The command `qwen35`, and `python -m qwen35conv`: signals are answered from here on."""
 
 from __future__ import annotations
 
