@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
-from hub_server import Fault, HubServer, serving
+from hub_server import Fault, HubServer
 from hub_tool import REPO, SIZES, Tool, files_of, told
 
 from qwen35conv import make_plan, open_source, read_checkpoint
 from qwen35conv.planning.pieces import Piece
 from qwen35conv.writing.steps import steps_of
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with serving() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, made: tiny.Made) -> Path:
     (folder / "LICENSE").write_text("Apache License\n")
     (folder / "tokenizer.json").write_text(json.dumps({"filler": "x" * 300_000}))
     return folder
-
-
-@pytest.fixture
-def tool(hub: HubServer, tmp_path: Path) -> Tool:
-    return Tool(hub, tmp_path / "home")
 
 
 @pytest.fixture(scope="module")

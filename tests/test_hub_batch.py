@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-from hub_server import HubServer, serving
+from hub_server import HubServer
 from hub_tool import REPO, Tool, files_of
 
 from qwen35conv.batch.finished import STAMP
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with serving() as server:
-        yield server
 
 
 def ends(tool: Tool, jobs: Path, *options: str) -> dict[str, Any]:

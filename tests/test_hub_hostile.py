@@ -11,13 +11,13 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-from hub_server import Fault, HubServer, blob_of, serving
+from hub_server import Fault, HubServer, blob_of
 from hub_tool import REPO, SIZES, Tool, files_of, told
 from huggingface_hub import constants
 
@@ -31,14 +31,7 @@ SHARD = "model.safetensors-00002-of-00003.safetensors"
 
 
 @pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with serving() as server:
-        yield server
-
-
-@pytest.fixture
-def tool(hub: HubServer, tmp_path: Path) -> Tool:
-    tool = Tool(hub, tmp_path / "home")
+def tool(tool: Tool) -> Tool:
     tool.environment["HF_TOKEN"] = SECRET
     return tool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,15 +34,13 @@ base_model: owner/base
 
 
 @pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with serving() as server:
-        server.token = "hf_write"
-        yield server
+def hub(hub: HubServer) -> HubServer:
+    hub.token = "hf_write"
+    return hub
 
 
 @pytest.fixture
-def tool(hub: HubServer, tmp_path: Path) -> Tool:
-    tool = Tool(hub, tmp_path / "home")
+def tool(tool: Tool) -> Tool:
     tool.environment["HF_TOKEN"] = "hf_write"
     return tool
 

@@ -4,12 +4,11 @@ are gated (M10). Each is met twice: streamed, and downloaded into the cache firs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tiny
-from hub_server import HubServer, serving
+from hub_server import HubServer
 from hub_tool import REPO, SIZES, Tool, told
 
 SHARDS = [f"model.safetensors-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -17,17 +16,6 @@ TOKEN = "hf_neverPrintedNorKept"
 both_ways = pytest.mark.parametrize(
     "way", [[], pytest.param(["--via-cache"], marks=pytest.mark.slow)], ids=["streamed", "via-cache"]
 )
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with serving() as server:
-        yield server
-
-
-@pytest.fixture
-def tool(hub: HubServer, tmp_path: Path) -> Tool:
-    return Tool(hub, tmp_path / "home")
 
 
 @pytest.fixture(scope="module")
