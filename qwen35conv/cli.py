@@ -355,13 +355,14 @@ def verify(
         from qwen35conv import report
         from qwen35conv import verify as room
         from qwen35conv.source import open_source, read_checkpoint
+        from qwen35conv.verify.tokens import read_prompt
 
         opened = open_source(checkpoint, revision=revision if source is None else None)
         found = read_checkpoint(opened, ignore_index=ignore_index)
         plan = room.plan_to_verify(found)
         options = room.VerifyOptions(
             original=None if source is None else room.open_original(source, opened, found, plan, revision=revision),
-            prompt=prompt if prompt_file is None else room.read_prompt(prompt_file),
+            prompt=prompt if prompt_file is None else read_prompt(prompt_file),
             tokens=None if tokens is None else _token_ids(tokens),
             chat=chat,
             max_new_tokens=max_new_tokens,

@@ -8,25 +8,23 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qwen35conv.errors import CheckpointError, DestinationError, SourceError
-from qwen35conv.facts.checkpoint import CONFIG, INDEX, few
-from qwen35conv.facts.header import LFS_POINTER, TensorInfo
-from qwen35conv.fixes import fixed, read_pieces
-from qwen35conv.generation.convention import Generation
-from qwen35conv.planning.plan import Options, Plan, PlanShard, make_plan
+from qwen35conv.errors import DestinationError, SourceError
+from qwen35conv.facts.checkpoint import CONFIG, INDEX
+from qwen35conv.facts.header import LFS_POINTER
+from qwen35conv.fixes import read_pieces
+from qwen35conv.planning.plan import Plan, PlanShard
 from qwen35conv.planning.receipt import (
     ShardRecord,
     build_receipt,
     build_source_gains,
     computed_gains,
-    is_computed_gain,
     options_document,
 )
 from qwen35conv.planning.rows import working_bytes
@@ -41,7 +39,8 @@ from qwen35conv.planning.sidecar import (
     config_edits,
     side_files,
 )
-from qwen35conv.source import LocalSource, Source, read_checkpoint, read_header
+from qwen35conv.proof import prove, read_back, verify_result
+from qwen35conv.source import Source
 from qwen35conv.version import __version__
 from qwen35conv.writing.alignment import header_of
 from qwen35conv.writing.forecast import forecast_shared
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
 
 MTP_INDEX = "mtp.safetensors.index.json"
 _N_CONNECTIONS = 8
-_UNVERIFIED = "nothing was published; --no-verify skips this, if you know better"
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,18 +292,21 @@ def carry_out(
         _write_side_files(source, preparation, partial, written)
         for file, content in means.files.items():
             partial.write_file(file, content)
-        n_headers, n_tensors, n_gains = prove(source, plan, plan.shards, partial.folder)
+        n_headers, n_tensors, n_gains = prove(source, plan.shards, partial.folder)
         if beside is not None:
-            proof = prove(source, plan, plan.sidecar, beside.folder)
+            proof = prove(source, plan.sidecar, beside.folder)
             n_headers, n_tensors, n_gains = n_headers + proof[0], n_tensors + proof[1], n_gains + proof[2]
+        result, found = read_back(plan, partial.folder)
         verification = None
         if check:
             verification = verify_result(
-                partial.folder,
+                result,
+                found,
                 means.verifying,
                 means.on_check,
                 label=plan.checkpoint.label,
                 assumed=plan.options.assume is not None,
+                hint="nothing was published; --no-verify skips this, if you know better",
             )
     return Outcome(preparation, written, time.monotonic() - begun, n_headers, n_tensors, n_gains, verification)
 
@@ -322,87 +323,6 @@ def check_target(source: Source, destination: Path, *, overwrite: bool = False) 
     parent = next(place for place in destination.absolute().parents if os.path.lexists(place))
     if not parent.is_dir():
         raise DestinationError(f"{destination}: {parent} is no folder", hint="choose another destination")
-
-
-def prove(source: Source, plan: Plan, shards: Sequence[PlanShard], folder: Path) -> tuple[int, int, int]:
-    """Files, tensors and computed gains of a result that agree with the plan: its headers and gains are read again.
-
-    Raises DestinationError where the result is not what was planned.
-    """
-    result = LocalSource(folder, str(folder))
-    planned = {write.name: (shard.file, write) for shard in shards for write in shard.writes}
-    found: dict[str, tuple[str, int, TensorInfo]] = {}
-    for shard in shards:
-        with _reading_back(folder):
-            header = read_header(result, shard.file)
-        found |= {tensor.name: (shard.file, header.data_begin, tensor) for tensor in header.tensors}
-    wrong = sorted(found.keys() ^ planned.keys())
-    n_gains = 0
-    for name in found.keys() & planned.keys():
-        (file, data_begin, tensor), (wanted_file, write) = found[name], planned[name]
-        right = (file, tensor.dtype, tensor.shape) == (wanted_file, write.dtype, write.shape)
-        if right and is_computed_gain(write):
-            with _reading_back(folder):
-                (stored,) = result.read(file, [(data_begin + tensor.begin, data_begin + tensor.end)])
-            right = stored == fixed(write, read_pieces(source, write.pieces))
-            n_gains += 1
-        if not right:
-            wrong.append(name)
-    if wrong:
-        raise DestinationError(f"{folder}: {len(wrong)} tensors are not what was planned: {few(wrong)}")
-    if shards is plan.shards:
-        _check_again(plan, result)
-    return len(shards), len(found), n_gains
-
-
-@contextmanager
-def _reading_back(folder: Path) -> Iterator[None]:
-    """What can't be read here has just been written: the destination is at fault, not the source."""
-    try:
-        yield
-    except SourceError as error:
-        hint = "its disk may be failing, or someone removed it; run the same command again"
-        raise DestinationError(f"{folder}: what was written can't be read again: {error}", hint=hint) from error
-
-
-def _check_again(plan: Plan, result: LocalSource) -> None:
-    """Raises DestinationError where the result's own plan, made from its config.json, is not empty."""
-    options = Options(assume=Generation.CANONICAL, keep_vision=plan.options.keep_vision, mtp=plan.options.mtp)
-    with _reading_back(result.folder):
-        again = read_checkpoint(result)
-    if not make_plan(again, options).is_identity:
-        raise DestinationError(f"{result.label}: converting the result again would change it")
-
-
-def verify_result(
-    folder: Path,
-    options: VerifyOptions | None = None,
-    on_progress: OnProgress | None = None,
-    *,
-    label: str,
-    assumed: bool,
-    hint: str = _UNVERIFIED,
-) -> Verification:
-    """A verification of a result, of the quick steps where nothing else is asked.
-
-    `assumed`: the user vouched for the generation of the source. Raises CheckpointError where a step fails.
-    """
-    from qwen35conv.verify import QUICK, VerifyOptions, plan_to_verify, verify  # MLX: only where it is used
-
-    result = LocalSource(folder, str(folder))
-    checkpoint = read_checkpoint(result)
-    again = plan_to_verify(checkpoint)
-    found = verify(result, again, checkpoint, options or VerifyOptions(steps=QUICK, brief=True), on_progress)
-    # Whoever overrules the verdict on the source has overruled it on the result. And gains of a model of a few layers
-    # may say less once they are shifted: every one of them has just been compared with the plan.
-    vouched = assumed or again.verdict.generation is Generation.UNKNOWN
-    for check in found.checks:
-        if check.passed is False and not (vouched and check.name == "values"):
-            raise CheckpointError(
-                f"{label}: the result fails its verification: {check.name}: {check.summary}",
-                hint=hint,
-            )
-    return found
 
 
 def conversion_key(plan: Plan) -> str:

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from qwen35conv.convert import Preparation, file_bytes, verify_result
+from qwen35conv.convert import Preparation, file_bytes
 from qwen35conv.errors import CheckpointError, SourceError
 from qwen35conv.facts.checkpoint import CONFIG, INDEX, SUFFIX, few, parse_index
 from qwen35conv.facts.header import Dtype
@@ -22,7 +22,8 @@ from qwen35conv.hub.upload import CARD, Published, check_repository, upload
 from qwen35conv.planning.pieces import Fix, Rule, Write
 from qwen35conv.planning.receipt import SCHEMA, build_receipt, computed_gains, parse_receipt
 from qwen35conv.planning.sidecar import RECEIPT, SOURCE_GAINS
-from qwen35conv.source import LocalSource, Source, read_header
+from qwen35conv.proof import verify_result
+from qwen35conv.source import LocalSource, Source, read_checkpoint, read_header
 from qwen35conv.version import __version__
 
 __all__ = ["Publication", "Published", "check_repository", "draft_push", "prepare_push", "push"]
@@ -62,7 +63,8 @@ def prepare_push(folder: Path, repo: str, *, private: bool = False, verified: bo
         if not verified:
             _check_gains(source, receipt)
     if not verified:
-        verify_result(folder, label=str(folder), assumed=assumed, hint="nothing was sent; convert again")
+        hint = "nothing was sent; convert again"
+        verify_result(source, read_checkpoint(source), label=str(folder), assumed=assumed, hint=hint)
     readme = folder / CARD
     front = Front()
     if readme.is_file() and readme.stat().st_size <= _MAX_CARD:

@@ -14,8 +14,11 @@ from safetensors.numpy import load_file
 
 from qwen35conv.facts.config import ModelConfig, ModuleQuantization
 from qwen35conv.facts.layout import TRUNK_PREFIX
-from qwen35conv.model import Decoder, DeltaCache, OpaqueModuleError, Weights, load_block, load_decoder, span_of
+from qwen35conv.model.decoder import Decoder, load_block, load_decoder
+from qwen35conv.model.gated_delta_net import DeltaCache
 from qwen35conv.model.linear import RowTable
+from qwen35conv.model.span import span_of
+from qwen35conv.model.weights import OpaqueModuleError, Weights
 from qwen35conv.planning.plan import NormDtype, Options, Plan, make_plan
 from qwen35conv.source import open_source, read_checkpoint
 from qwen35conv.view import View, open_view

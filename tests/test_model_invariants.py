@@ -10,9 +10,12 @@ import pytest
 from model_draws import EXPERTS, FULL, LINEAR, draw_config, draw_ids
 from test_model import held
 
-from qwen35conv.model import PagedKVCache, QuantizedKVCache, RotaryEmbedding, Span, span_of
 from qwen35conv.model.delta_rule import DeltaRule
+from qwen35conv.model.paged_cache import PagedKVCache
+from qwen35conv.model.quantized_cache import QuantizedKVCache
 from qwen35conv.model.rollback import DeltaRound
+from qwen35conv.model.rope import RotaryEmbedding
+from qwen35conv.model.span import Span, span_of
 from qwen35conv.verify.check import Check
 from qwen35conv.verify.invariants import check_invariants
 

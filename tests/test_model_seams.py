@@ -19,20 +19,16 @@ from test_model import decoder_of, distance, held, mlx_lm_of, opened, same
 
 from qwen35conv.errors import CheckpointError
 from qwen35conv.facts.config import LayerKind
-from qwen35conv.model import (
-    CallError,
-    Capture,
-    GatedDeltaNet,
-    Phase,
-    RotaryEmbedding,
-    Weights,
-    load_decoder,
-    lora_targets,
-    plain_convolution,
-    profile,
-    span_of,
-    swiglu,
-)
+from qwen35conv.model.capture import Capture
+from qwen35conv.model.decoder import load_decoder
+from qwen35conv.model.delta_rule import plain_convolution
+from qwen35conv.model.feed_forward import swiglu
+from qwen35conv.model.gated_delta_net import GatedDeltaNet
+from qwen35conv.model.lora import lora_targets
+from qwen35conv.model.profile import Phase, profile
+from qwen35conv.model.rope import RotaryEmbedding
+from qwen35conv.model.span import CallError, span_of
+from qwen35conv.model.weights import Weights
 
 DATA = Path(__file__).parent / "data"
 CASES: dict[str, dict[str, Any]] = json.loads((DATA / "mrope.json").read_text())["cases"]

@@ -12,7 +12,10 @@ import pytest
 from model_draws import EXPERTS, FULL, LINEAR, draw_config, draw_ids
 from test_model import held
 
-from qwen35conv.model import Block, Cache, Decoder, LoraTarget, Profile
+from qwen35conv.model.cache import Cache
+from qwen35conv.model.decoder import Block, Decoder
+from qwen35conv.model.lora import LoraTarget
+from qwen35conv.model.profile import Profile
 from qwen35conv.verify.check import Check
 from qwen35conv.verify.serving import check_serving, first_layers
 

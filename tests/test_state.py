@@ -13,20 +13,15 @@ from hypothesis import strategies as st
 from model_draws import EXPERTS, FULL, LINEAR, draw_config, draw_ids
 from test_model import distance, held, same
 
-from qwen35conv.model import (
-    Cache,
-    CallError,
-    Decoder,
-    DeltaCache,
-    KVCache,
-    append,
-    independent_rows,
-    padding_of,
-    prefill,
-    span_of,
-)
+from qwen35conv.model.attention import KVCache
+from qwen35conv.model.cache import Cache
+from qwen35conv.model.decoder import Decoder
 from qwen35conv.model.delta_rule import DeltaInputs
+from qwen35conv.model.feeding import append, independent_rows, prefill
+from qwen35conv.model.gated_delta_net import DeltaCache
 from qwen35conv.model.linear import PlainLinear
+from qwen35conv.model.padding import padding_of
+from qwen35conv.model.span import CallError, span_of
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 MODELS: list[dict[str, Any]] = [{}, EXPERTS]

@@ -8,7 +8,10 @@ import pytest
 from model_draws import draw_config, draw_ids
 from test_model import distance, held
 
-from qwen35conv.model import CallError, KVCache, PagedKVCache, PagePool, QuantizedKVCache, span_of
+from qwen35conv.model.attention import KVCache
+from qwen35conv.model.paged_cache import PagedKVCache, PagePool
+from qwen35conv.model.quantized_cache import QuantizedKVCache
+from qwen35conv.model.span import CallError, span_of
 
 B, H, HKV, D = 3, 6, 2, 128
 SPANS = (  # steps, begins, lengths

@@ -21,7 +21,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from qwen35conv.errors import SourceError
 from qwen35conv.facts.checkpoint import Checkpoint
 from qwen35conv.kernels import gated_delta
-from qwen35conv.model import DeltaCache, GatedDeltaNet, Weights, load_decoder
+from qwen35conv.model.decoder import load_decoder
+from qwen35conv.model.gated_delta_net import DeltaCache, GatedDeltaNet
+from qwen35conv.model.weights import Weights
 from qwen35conv.planning.plan import Plan, make_plan
 from qwen35conv.source import Source, open_source, read_checkpoint
 from qwen35conv.verify import (

@@ -29,11 +29,11 @@ from qwen35conv.convert import (
     check_target,
     download_first,
     prepare,
-    verify_result,
 )
 from qwen35conv.errors import DestinationError, Qwen35ConvError
 from qwen35conv.planning.plan import Plan, make_plan
 from qwen35conv.planning.verdicts import judge_checkpoint
+from qwen35conv.proof import verify_result
 from qwen35conv.source import LocalSource, open_source, read_checkpoint
 from qwen35conv.writing.sharing import Link
 
@@ -223,8 +223,10 @@ class _Running:
         """Whether what an earlier run made passes what is asked now."""
         self._enter(Phase.VERIFY)
         destination = self.job.destination
+        result = LocalSource(destination, str(destination))
         found = verify_result(
-            destination,
+            result,
+            read_checkpoint(result),
             _verifying(self.job, prepared),
             self._on_check,
             label=prepared.plan.checkpoint.label,
@@ -276,7 +278,8 @@ def _verifying(job: Job, prepared: Prepared) -> VerifyOptions | None:
     asked = job.settings.verifying
     if not asked.is_asked:
         return None
-    from qwen35conv.verify import Original, RunDtype, VerifyOptions, read_prompt  # MLX: only where it is used
+    from qwen35conv.verify import Original, RunDtype, VerifyOptions  # MLX: only where it is used
+    from qwen35conv.verify.tokens import read_prompt
 
     return VerifyOptions(
         original=Original(prepared.source, prepared.plan) if asked.deep else None,

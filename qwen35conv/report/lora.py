@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from qwen35conv.model import LoraTarget, lora_targets
+from qwen35conv.model.lora import LoraTarget, lora_targets
 from qwen35conv.planning.plan import Plan
 from qwen35conv.report.console import show_document
 from qwen35conv.report.documents import schema

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from qwen35conv.model import Cache, Decoder, OpaqueModuleError, span_of
+from qwen35conv.model.cache import Cache
+from qwen35conv.model.decoder import Decoder
+from qwen35conv.model.span import span_of
+from qwen35conv.model.weights import OpaqueModuleError
 from qwen35conv.verify.check import OnProgress
 
 AS_STORED = 0.0

@@ -12,26 +12,18 @@ from itertools import pairwise, product
 import mlx.core as mx
 import numpy as np
 
-from qwen35conv.model import (
-    AttentionState,
-    Block,
-    Capture,
-    Decoder,
-    DeltaCache,
-    FeedForward,
-    GatedDeltaNet,
-    KVCache,
-    OpaqueModuleError,
-    PagedKVCache,
-    PagePool,
-    QuantizedKVCache,
-    Span,
-    padding_of,
-    plain_convolution,
-    rows_apart,
-    span_of,
-    swiglu,
-)
+from qwen35conv.model.attention import AttentionState, KVCache
+from qwen35conv.model.capture import Capture
+from qwen35conv.model.decoder import Block, Decoder
+from qwen35conv.model.delta_rule import plain_convolution
+from qwen35conv.model.feed_forward import FeedForward, swiglu
+from qwen35conv.model.feeding import rows_apart
+from qwen35conv.model.gated_delta_net import DeltaCache, GatedDeltaNet
+from qwen35conv.model.padding import padding_of
+from qwen35conv.model.paged_cache import PagedKVCache, PagePool
+from qwen35conv.model.quantized_cache import QuantizedKVCache
+from qwen35conv.model.span import Span, span_of
+from qwen35conv.model.weights import OpaqueModuleError
 from qwen35conv.verify.check import Check, OnProgress, Value
 
 _STEPS = {mx.bfloat16: 2.0**-8, mx.float16: 2.0**-11}

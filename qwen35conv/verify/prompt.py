@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 import numpy as np
 
-from qwen35conv.model import Decoder
+from qwen35conv.model.decoder import Decoder
 from qwen35conv.source import Source
 from qwen35conv.verify.check import Check, OnProgress, Value, VerifyOptions
 from qwen35conv.verify.forward import AS_STORED, Scores, greedy, run_layers, score

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from qwen35conv.errors import SourceError
-from qwen35conv.model import Decoder
+from qwen35conv.model.decoder import Decoder
 from qwen35conv.verify.check import Check, OnProgress, Value
 from qwen35conv.verify.forward import AS_STORED, run_layers
 

@@ -13,19 +13,14 @@ import mlx.core as mx
 import numpy as np
 
 from qwen35conv.facts.config import LayerKind
-from qwen35conv.model import (
-    Cache,
-    Capture,
-    Decoder,
-    DeltaCache,
-    LoraTarget,
-    OpaqueModuleError,
-    Profile,
-    append,
-    independent_rows,
-    prefill,
-    profile,
-)
+from qwen35conv.model.cache import Cache
+from qwen35conv.model.capture import Capture
+from qwen35conv.model.decoder import Decoder
+from qwen35conv.model.feeding import append, independent_rows, prefill
+from qwen35conv.model.gated_delta_net import DeltaCache
+from qwen35conv.model.lora import LoraTarget
+from qwen35conv.model.profile import Profile, profile
+from qwen35conv.model.weights import OpaqueModuleError
 from qwen35conv.verify.check import Check, OnProgress, Value
 
 _GROSS = 0.5  # of the size of what leaves the layers: a wrong position or state changes all of it

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from qwen35conv.model import Decoder, OpaqueModuleError, profile
+from qwen35conv.model.decoder import Decoder
+from qwen35conv.model.profile import profile
+from qwen35conv.model.weights import OpaqueModuleError
 from qwen35conv.verify.check import Check, OnProgress, Value
 
 

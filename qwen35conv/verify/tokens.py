@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from qwen35conv.errors import CheckpointError, Qwen35ConvError
+from qwen35conv.errors import CheckpointError, Qwen35ConvError, SourceError
 from qwen35conv.facts.config import parse_json
 from qwen35conv.source import Source
 
@@ -21,6 +22,16 @@ class TextError(Qwen35ConvError):
     """A prompt that can't be turned into tokens, or tokens that the model does not have."""
 
     usual_hint = "give another text, or tokens as --tokens 1,2,3"
+
+
+def read_prompt(file: Path) -> str:
+    """The text of a file. Raises TextError where it has none."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SourceError(f"{file}: can't be read: {error.strerror or error}", hint="check the path") from error
+    except UnicodeDecodeError as error:
+        raise TextError(f"{file}: is no UTF-8 text", hint="give a plain text file") from error
 
 
 def read_tokenizer(source: Source) -> Tokenizer | None:

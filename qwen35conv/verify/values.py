@@ -15,7 +15,7 @@ from qwen35conv.planning.plan import Plan
 from qwen35conv.source import Source
 from qwen35conv.verify.check import Check, OnProgress, Value
 
-_SAMPLES = 4  # blocks of each tensor
+_SAMPLES, _FEW_SAMPLES = 4, 2  # blocks of each tensor
 _SAMPLE_BYTES, _SMALL_SAMPLE_BYTES = 1 << 16, 1 << 14
 _BLOCK_BYTES = 4 << 20
 _READERS = 4
@@ -38,16 +38,16 @@ def check_values(
 ) -> Check:
     """The verdict on the gains, and whether a sample of every tensor (or `everything`) is finite.
 
-    `brief` takes small samples: what was just written is on the disk only.
+    `brief` takes two small samples of each: what was just written is on the disk only.
     """
     verdict = plan.verdict
     writes = [write for write in plan.writes() if _exponent(write, plan) is not None]
     details: list[tuple[str, Value]] = [("gains", verdict.generation.value), ("by", verdict.by)]
     details += [("because", reason) for reason in verdict.reasons]
     bad, n_bytes = list(checkpoint.not_finite), 0
-    n_sample = None if everything else _SMALL_SAMPLE_BYTES if brief else _SAMPLE_BYTES
+    sample = None if everything else (_FEW_SAMPLES, _SMALL_SAMPLE_BYTES) if brief else (_SAMPLES, _SAMPLE_BYTES)
     with ThreadPoolExecutor(_READERS) as readers:  # a disk answers several small reads in the time of one
-        found = readers.map(lambda write: _look(source, write, plan, n_sample), writes)
+        found = readers.map(lambda write: _look(source, write, plan, sample), writes)
         for i, (write, (n_looked, is_finite)) in enumerate(zip(writes, found, strict=True)):
             n_bytes += n_looked
             if not is_finite and not write.name.endswith("A_log"):
@@ -64,19 +64,19 @@ def check_values(
     return Check("values", True, f"gains are {verdict.generation.value}; {looked} is finite", tuple(details))
 
 
-def _look(source: Source, write: Write, plan: Plan, n_sample: int | None) -> tuple[int, bool]:
+def _look(source: Source, write: Write, plan: Plan, sample: tuple[int, int] | None) -> tuple[int, bool]:
     """Bytes looked at of a tensor, up to the first that are not finite, and whether all are."""
     exponent = _exponent(write, plan)
     assert exponent is not None
     kind, all_set = exponent
     n_bytes = 0
-    for file, blocks in groupby(_blocks(write, n_sample), key=lambda piece: piece.file):
+    for file, blocks in groupby(_blocks(write, sample), key=lambda piece: piece.file):
         ranges = [(piece.begin, piece.end) for piece in blocks]
-        for some in [ranges] if n_sample is not None else [[one] for one in ranges]:
-            for raw in source.read(file, some):
-                n_bytes += len(raw)
-                if ((np.frombuffer(raw, kind) & all_set) == all_set).any():
-                    return n_bytes, False
+        for some in [ranges] if sample is not None else [[one] for one in ranges]:
+            raw = b"".join(source.read(file, some))
+            n_bytes += len(raw)
+            if ((np.frombuffer(raw, kind) & all_set) == all_set).any():
+                return n_bytes, False
     return n_bytes, True
 
 
@@ -92,16 +92,17 @@ def _exponent(write: Write, plan: Plan) -> tuple[str, int] | None:
     return {"mxfp4": ("u1", 0xFF), "mxfp8": ("u1", 0xFF), "nvfp4": ("u1", 0x7F)}.get(packing.mode)
 
 
-def _blocks(write: Write, n_sample: int | None) -> Iterator[Piece]:
-    """What to read of a tensor: all of it, or a few blocks of so many bytes spread over it."""
-    if n_sample is None or sum(piece.n_bytes for piece in write.pieces) <= _SAMPLES * n_sample:
+def _blocks(write: Write, sample: tuple[int, int] | None) -> Iterator[Piece]:
+    """What to read of a tensor: all of it, or so many blocks of so many bytes spread over it."""
+    if sample is None or sum(piece.n_bytes for piece in write.pieces) <= sample[0] * sample[1]:
         for piece in write.pieces:
             for begin in range(piece.begin, piece.end, _BLOCK_BYTES):
                 yield Piece(piece.file, begin, min(begin + _BLOCK_BYTES, piece.end))
         return
+    n_samples, n_sample = sample
     n_value = write.source_dtype.n_bits // 8
-    for i in range(_SAMPLES):
-        piece = write.pieces[i * len(write.pieces) // _SAMPLES]
+    for i in range(n_samples):
+        piece = write.pieces[i * len(write.pieces) // n_samples]
         n_bytes = min(n_sample, piece.n_bytes)
-        begin = piece.begin + (piece.n_bytes - n_bytes) * i // (_SAMPLES - 1) // n_value * n_value
+        begin = piece.begin + (piece.n_bytes - n_bytes) * i // (n_samples - 1) // n_value * n_value
         yield Piece(piece.file, begin, begin + n_bytes)
