@@ -42,7 +42,7 @@ from qwen35conv.generation.convention import (
     measure,
     repair_shift,
 )
-from qwen35conv.generation.gains import measure_all
+from qwen35conv.generation.gains import measure_all, median_of
 
 ORACLE = Path(os.environ.get("QWEN35_ORACLE", Path(__file__).parents[2] / "shared" / "oracle" / "data"))
 R, C, N = Naming.RAW, Naming.CANONICAL, Naming.NEUTRAL
@@ -714,3 +714,8 @@ def test_each_oracle_checkpoint_gets_the_right_verdict(case: Path) -> None:
     assert verdict.generation is EXPECTED.get(case.name, default), verdict.reasons
     if has_mtp:
         assert judge_head(gains, verdict.generation).generation is Generation.RAW
+
+
+@given(st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=1, max_size=40))
+def test_a_median_is_numpys_bit_for_bit(values: list[float]) -> None:
+    np.testing.assert_array_equal(median_of(values), np.median(values))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qwen35conv.generation.gains import ANCHORS, NEGATIVE, GainLabel, GainStats, Role
+from qwen35conv.generation.gains import ANCHORS, NEGATIVE, GainLabel, GainStats, Role, median_of
 from qwen35conv.generation.groups import (
     AGREE,
     BY_SHIFT,
@@ -67,7 +67,7 @@ def weigh(stats: Sequence[GainStats]) -> Weighed:
     counts = [sum(s == k for s in shifts) for k in range(3)]
     positive = sum(a.label is GainLabel.POSITIVE for a in anchors)
     under = sum(a.label is GainLabel.UNDER for a in anchors)
-    median = float(np.median([a.mean for a in anchors]))
+    median = median_of([a.mean for a in anchors])
     summary = _summary(anchors, counts, positive, median)
     if under >= n / 2:
         return _weighed(
@@ -113,7 +113,7 @@ def check_control(stats: Sequence[GainStats]) -> tuple[str | None, tuple[str, ..
     if not control:
         return None, ()
     means = np.array([s.mean for s in control])
-    middle = float(np.median(means))
+    middle = median_of(means)
     if middle < CONTROL_LOW:
         return (
             f"the gated norms (linear_attn.norm) average {middle:.2f}, healthy files have about 0.87: "

@@ -158,6 +158,16 @@ def measure_all(gains: Sequence[Gain]) -> tuple[GainStats, ...]:
     return tuple(found[i] for i in range(len(gains)))
 
 
+def median_of(values: Sequence[float] | np.ndarray) -> float:
+    """The median of one number or more; NaN where one of them is.
+
+    As `np.median`, which loads all of NumPy's masked arrays: no small part of the time that a short command takes.
+    """
+    ordered = np.sort(np.asarray(values, np.float64))  # NaN last
+    middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+    return float(ordered[-1] if np.isnan(ordered[-1]) else middle)
+
+
 def _empty(gain: Gain) -> GainStats:
     return GainStats(
         name=gain.name,

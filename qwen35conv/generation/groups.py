@@ -11,7 +11,16 @@ from typing import TypeVar
 
 import numpy as np
 
-from qwen35conv.generation.gains import ANCHORS, MIN_INFORMATIVE, NEGATIVE, NEGATIVE_CLEAR, GainLabel, GainStats, Role
+from qwen35conv.generation.gains import (
+    ANCHORS,
+    MIN_INFORMATIVE,
+    NEGATIVE,
+    NEGATIVE_CLEAR,
+    GainLabel,
+    GainStats,
+    Role,
+    median_of,
+)
 
 K = TypeVar("K")
 
@@ -148,7 +157,7 @@ def _split(
     cut = int(np.argmin(low + high)) + 1
     if np.sqrt(max(float((low + high)[cut - 1]), 0.0) / n) > 0.25:
         return 0.0, 0.0
-    return min(cut, n - cut) / n, float(np.median(means[cut:]) - np.median(means[:cut]))
+    return min(cut, n - cut) / n, median_of(means[cut:]) - median_of(means[:cut])
 
 
 def _moved(anchors: Sequence[GainStats], shifts: Sequence[int | None], main: int, slack: float) -> set[int]:
@@ -176,9 +185,9 @@ def _lifted(anchors: Sequence[GainStats], main: int, middles: Mapping[Role, floa
     """Gains, no constants, that lie where a shift would lift them to, well above the others of their role: in a gamma
     trunk above 1 throughout, in a raw one above 0, where most gains do not.
     """
-    if main == 1 and np.median([a.below_one_share for a in anchors]) >= 0.25:
+    if main == 1 and median_of([a.below_one_share for a in anchors]) >= 0.25:
         floor = 1
-    elif main == 0 and np.median([a.negative_share for a in anchors]) >= 0.25:
+    elif main == 0 and median_of([a.negative_share for a in anchors]) >= 0.25:
         floor = 0
     else:
         return set()
@@ -188,7 +197,7 @@ def _lifted(anchors: Sequence[GainStats], main: int, middles: Mapping[Role, floa
 def _sums(anchors: Sequence[GainStats], shifts: Sequence[int | None]) -> list[GainStats]:
     """Anchors of a raw trunk that lie on the grid of a sum 1 + x with nearly all entries, where the others do not."""
     off = [a.off_grid_share for a, s in zip(anchors, shifts, strict=True) if s == 0]
-    if not off or np.median(off) < 0.05:  # a converted file carried back is on the grid throughout
+    if not off or median_of(off) < 0.05:  # a converted file carried back is on the grid throughout
         return []
     return [
         a
@@ -217,7 +226,7 @@ def _is_proof(anchor: GainStats, main: int, moved: bool) -> bool:
 def _is_amid(anchor: GainStats, anchors: Sequence[GainStats]) -> bool:
     """Whether a gain lies amid several of its role: one of another generation would by chance alone."""
     means = [a.mean for a in anchors if a.role is anchor.role]
-    return len(means) >= 4 and abs(anchor.mean - float(np.median(means))) <= 0.05
+    return len(means) >= 4 and abs(anchor.mean - median_of(means)) <= 0.05
 
 
 def _shows_itself(anchor: GainStats) -> bool:
@@ -239,17 +248,15 @@ def _centres(anchors: Sequence[GainStats], shifts: Sequence[int | None], main: i
                 if a.role is role and (s == main or (s is None and abs(a.mean - main) < 0.5))
             ]
         )
-        middle = float(np.median(means)) if means.size else float(main)
-        spread = float(np.median(np.abs(means - middle))) if means.size else 0.0
+        middle = median_of(means) if means.size else float(main)
+        spread = median_of(np.abs(means - middle)) if means.size else 0.0
         centres[role] = (middle, min(0.4, max(0.15, 5 * spread)))
     return centres
 
 
 def middles_by_role(anchors: Sequence[GainStats]) -> dict[Role, float]:
     """The median of the means of each role."""
-    return {
-        role: float(np.median([anchors[i].mean for i in at])) for role, at in grouped(anchors, lambda a: a.role).items()
-    }
+    return {role: median_of([anchors[i].mean for i in at]) for role, at in grouped(anchors, lambda a: a.role).items()}
 
 
 def grouped(anchors: Sequence[GainStats], key: Callable[[GainStats], K]) -> dict[K, list[int]]:
