@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from qwen35conv.convert import write
     from qwen35conv.errors import Qwen35ConvError
     from qwen35conv.planning.plan import Options, Plan, make_plan
-    from qwen35conv.source import open_source, read_checkpoint
+    from qwen35conv.reading import read_checkpoint
+    from qwen35conv.source import open_source
     from qwen35conv.view import open_view
 
 # Loaded when first asked for: the view needs MLX, the plan does not.
@@ -29,7 +30,7 @@ _ROOMS = {
     "make_plan": "planning.plan",
     "open_source": "source",
     "open_view": "view",
-    "read_checkpoint": "source",
+    "read_checkpoint": "reading",
     "write": "convert",
 }
 

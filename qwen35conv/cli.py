@@ -179,7 +179,8 @@ def inspect(
     with _reporting("inspect", as_json, debug):
         from qwen35conv import report
         from qwen35conv.inspection import inspect_checkpoint
-        from qwen35conv.source import open_source, read_checkpoint
+        from qwen35conv.reading import read_checkpoint
+        from qwen35conv.source import open_source
 
         packing = _packing(quantize, group_size, mode)
         options = replace(_options(keep_vision, mtp, assume, repair), dequantize=dequantize, quantize=packing)
@@ -244,7 +245,8 @@ def convert(
         from qwen35conv import report
         from qwen35conv.convert import carry_out, check_target, download_first, prepare
         from qwen35conv.planning.plan import make_plan
-        from qwen35conv.source import LocalSource, open_source, read_checkpoint
+        from qwen35conv.reading import read_checkpoint
+        from qwen35conv.source import LocalSource, open_source
         from qwen35conv.writing.sharing import Link
 
         options = _options(keep_vision, mtp, assume, repair, norm_dtype, max_shard_size, tie_embeddings)
@@ -354,7 +356,8 @@ def verify(
     with _reporting("verify", as_json, debug):
         from qwen35conv import report
         from qwen35conv import verify as room
-        from qwen35conv.source import open_source, read_checkpoint
+        from qwen35conv.reading import read_checkpoint
+        from qwen35conv.source import open_source
         from qwen35conv.verify.tokens import read_prompt
 
         opened = open_source(checkpoint, revision=revision if source is None else None)
@@ -408,7 +411,8 @@ def diff(
     with _reporting("diff", as_json, debug):
         from qwen35conv import report
         from qwen35conv.comparison import compare, make_pair
-        from qwen35conv.source import open_source, read_checkpoint
+        from qwen35conv.reading import read_checkpoint
+        from qwen35conv.source import open_source
 
         first, second = open_source(a, revision=revision_a), open_source(b, revision=revision_b)
         pair = make_pair(

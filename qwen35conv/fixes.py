@@ -12,8 +12,9 @@ from qwen35conv.fp8 import dequantized
 from qwen35conv.planning.pieces import Fix, Part, Piece, Write
 from qwen35conv.planning.rows import rows_of
 from qwen35conv.quantizing import quantized
+from qwen35conv.reading import values_of
 from qwen35conv.rounding import as_bfloat16
-from qwen35conv.source import Source, values_of
+from qwen35conv.source import Source
 
 _SHIFTS = {Fix.ADD_ONE: 1.0, Fix.SUBTRACT_ONE: -1.0, Fix.CAST: 0.0}
 

@@ -11,8 +11,8 @@ from functools import cache
 import numpy as np
 
 from qwen35conv.planning.pieces import Write
+from qwen35conv.reading import values_of
 from qwen35conv.rounding import as_bfloat16
-from qwen35conv.source import values_of
 
 
 def dequantized(

@@ -14,7 +14,8 @@ from qwen35conv.fixes import fixed, read_pieces
 from qwen35conv.generation.convention import Generation
 from qwen35conv.planning.plan import Options, Plan, PlanShard, make_plan
 from qwen35conv.planning.receipt import is_computed_gain
-from qwen35conv.source import LocalSource, Source, read_checkpoint, read_header
+from qwen35conv.reading import read_checkpoint, read_header
+from qwen35conv.source import LocalSource, Source
 
 if TYPE_CHECKING:
     from qwen35conv.verify import OnProgress, Verification, VerifyOptions

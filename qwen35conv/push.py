@@ -23,7 +23,8 @@ from qwen35conv.planning.pieces import Fix, Rule, Write
 from qwen35conv.planning.receipt import SCHEMA, build_receipt, computed_gains, parse_receipt
 from qwen35conv.planning.sidecar import RECEIPT, SOURCE_GAINS
 from qwen35conv.proof import verify_result
-from qwen35conv.source import LocalSource, Source, read_checkpoint, read_header
+from qwen35conv.reading import read_checkpoint, read_header
+from qwen35conv.source import LocalSource, Source
 from qwen35conv.version import __version__
 
 __all__ = ["Publication", "Published", "check_repository", "draft_push", "prepare_push", "push"]

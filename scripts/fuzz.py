@@ -26,9 +26,10 @@ with atheris.instrument_imports(include=["qwen35conv"]):
     from qwen35conv.facts.header import LENGTH_BYTES, build_header, parse_header, parse_length
     from qwen35conv.facts.layout import is_known, parse_name
     from qwen35conv.inspection import inspect_checkpoint
+    from qwen35conv.reading import read_checkpoint
     from qwen35conv.report.console import clean
     from qwen35conv.report.documents import inspection_document
-    from qwen35conv.source import open_source, read_checkpoint
+    from qwen35conv.source import open_source
 
 LIMIT_MB = 200
 _DICTIONARY = (

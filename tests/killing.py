@@ -25,7 +25,8 @@ import tiny
 from qwen35conv.convert import carry_out, prepare
 from qwen35conv.errors import Qwen35ConvError
 from qwen35conv.planning.plan import Mtp, Options, make_plan
-from qwen35conv.source import open_source, read_checkpoint
+from qwen35conv.reading import read_checkpoint
+from qwen35conv.source import open_source
 
 Tree = dict[str, str]
 JOURNAL = ".journal.jsonl"

@@ -27,8 +27,9 @@ from qwen35conv.batch.runner import Stop, run_jobs
 from qwen35conv.batch.survey import Action, survey_jobs
 from qwen35conv.convert import write
 from qwen35conv.planning.plan import Options, make_plan
+from qwen35conv.reading import read_checkpoint
 from qwen35conv.report.batch_files import build_junit, build_summary
-from qwen35conv.source import open_source, read_checkpoint
+from qwen35conv.source import open_source
 from qwen35conv.writing.writer import publishing, write_shards
 
 NAMES = ("a", "b", "c")

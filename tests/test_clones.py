@@ -24,7 +24,8 @@ from qwen35conv.errors import DestinationError
 from qwen35conv.facts.header import Dtype, build_header, parse_header
 from qwen35conv.planning.pieces import Fix, Piece, Rule, Write
 from qwen35conv.planning.plan import Mtp, Options, Plan, PlanShard, make_plan
-from qwen35conv.source import LocalSource, read_checkpoint
+from qwen35conv.reading import read_checkpoint
+from qwen35conv.source import LocalSource
 from qwen35conv.writing.alignment import BLOCK_BYTES, METADATA, header_of
 from qwen35conv.writing.clones import clone_of
 from qwen35conv.writing.journal import JOURNAL

@@ -23,7 +23,8 @@ from qwen35conv.batch.results import Ended, Entered, Event, Moved, Phase, Result
 from qwen35conv.batch.runner import Stop
 from qwen35conv.errors import DestinationError, SourceError
 from qwen35conv.planning.plan import make_plan
-from qwen35conv.source import open_source, read_checkpoint
+from qwen35conv.reading import read_checkpoint
+from qwen35conv.source import open_source
 from qwen35conv.writing.journal import Journal, open_journal
 from qwen35conv.writing.sharing import Link
 

@@ -20,7 +20,8 @@ from qwen35conv.convert import write
 from qwen35conv.errors import CheckpointError
 from qwen35conv.generation.convention import Generation
 from qwen35conv.planning.plan import Mtp, NormDtype, Options, make_plan
-from qwen35conv.source import open_source, read_checkpoint
+from qwen35conv.reading import read_checkpoint
+from qwen35conv.source import open_source
 
 GAIN = "language_model.model.layers.1.input_layernorm.weight"
 PLAIN = "language_model.model.layers.3.self_attn.q_proj.weight"

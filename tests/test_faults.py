@@ -23,7 +23,8 @@ from faulty import READS, WRITES, failing
 from qwen35conv.convert import carry_out, prepare
 from qwen35conv.errors import DestinationError, Qwen35ConvError, SourceError
 from qwen35conv.planning.plan import Mtp, Options, make_plan
-from qwen35conv.source import open_source, read_checkpoint
+from qwen35conv.reading import read_checkpoint
+from qwen35conv.source import open_source
 
 Tree = dict[str, str]
 NUMBERS = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES]

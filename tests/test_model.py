@@ -20,7 +20,8 @@ from qwen35conv.model.linear import RowTable
 from qwen35conv.model.span import span_of
 from qwen35conv.model.weights import OpaqueModuleError, Weights
 from qwen35conv.planning.plan import NormDtype, Options, Plan, make_plan
-from qwen35conv.source import open_source, read_checkpoint
+from qwen35conv.reading import read_checkpoint
+from qwen35conv.source import open_source
 from qwen35conv.view import View, open_view
 
 WITH_LOGITS = ("raw-dense-vl-mtp", "raw-dense-text-tied", "raw-moe-vl-mtp", "raw-moe-text-per-expert")

@@ -20,7 +20,8 @@ from qwen35conv.errors import CheckpointError, ConventionError
 from qwen35conv.generation.convention import Generation
 from qwen35conv.planning.pieces import Fix, Rule
 from qwen35conv.planning.plan import Mtp, NormDtype, Options, Plan, make_plan
-from qwen35conv.source import open_source, read_checkpoint
+from qwen35conv.reading import read_checkpoint
+from qwen35conv.source import open_source
 from qwen35conv.view import open_view
 
 

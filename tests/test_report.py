@@ -24,7 +24,8 @@ from qwen35conv.errors import CheckpointError, DestinationError, Qwen35ConvError
 from qwen35conv.generation.convention import Generation
 from qwen35conv.inspection import Inspection, inspect_checkpoint
 from qwen35conv.planning.plan import Mtp, Options, make_plan
-from qwen35conv.source import open_source, read_checkpoint
+from qwen35conv.reading import read_checkpoint
+from qwen35conv.source import open_source
 
 ORACLE = Path(__file__).parents[2] / "shared" / "oracle" / "data"
 CASES = sorted(path.name for path in ORACLE.glob("*")) or ["absent"]

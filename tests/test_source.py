@@ -16,7 +16,8 @@ from safetensors.numpy import load_file, save_file
 from qwen35conv.errors import CheckpointError, Qwen35ConvError, SourceError
 from qwen35conv.facts.checkpoint import Checkpoint
 from qwen35conv.facts.header import Dtype
-from qwen35conv.source import open_source, read_checkpoint, values_of
+from qwen35conv.reading import read_checkpoint, values_of
+from qwen35conv.source import open_source
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND = (f"model.safetensors-0000{i}-of-00002.safetensors" for i in (1, 2))

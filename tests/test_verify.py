@@ -25,7 +25,8 @@ from qwen35conv.model.decoder import load_decoder
 from qwen35conv.model.gated_delta_net import DeltaCache, GatedDeltaNet
 from qwen35conv.model.weights import Weights
 from qwen35conv.planning.plan import Plan, make_plan
-from qwen35conv.source import Source, open_source, read_checkpoint
+from qwen35conv.reading import read_checkpoint
+from qwen35conv.source import Source, open_source
 from qwen35conv.verify import (
     QUICK,
     Check,

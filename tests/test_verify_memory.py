@@ -33,7 +33,8 @@ SIZES = {
 PROGRAM = """
 import json, resource, sys
 from pathlib import Path
-from qwen35conv.source import open_source, read_checkpoint
+from qwen35conv.reading import read_checkpoint
+from qwen35conv.source import open_source
 from qwen35conv.verify import Step, VerifyOptions, plan_to_verify, verify
 source = open_source(sys.argv[1])
 checkpoint = read_checkpoint(source)

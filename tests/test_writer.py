@@ -30,7 +30,8 @@ from qwen35conv.errors import DestinationError, SourceError
 from qwen35conv.facts.header import LENGTH_BYTES, Dtype
 from qwen35conv.planning.pieces import Fix, Piece, Rule, Write
 from qwen35conv.planning.plan import Mtp, NormDtype, Options, PlanShard, make_plan
-from qwen35conv.source import LocalSource, read_checkpoint
+from qwen35conv.reading import read_checkpoint
+from qwen35conv.source import LocalSource
 from qwen35conv.writing.journal import JOURNAL
 from qwen35conv.writing.publish import publishing
 from qwen35conv.writing.steps import steps_of

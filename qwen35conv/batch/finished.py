@@ -21,7 +21,8 @@ from qwen35conv.facts.checkpoint import CONFIG, INDEX
 from qwen35conv.fixes import read_pieces
 from qwen35conv.planning.receipt import ShardRecord, build_receipt, build_source_gains, computed_gains
 from qwen35conv.planning.sidecar import RECEIPT, SOURCE_GAINS, build_index, build_json
-from qwen35conv.source import LocalSource, Source, read_checkpoint
+from qwen35conv.reading import read_checkpoint
+from qwen35conv.source import LocalSource, Source
 
 STAMP = ".batch.json"  # hidden, as no file that is copied from a source is
 _SCHEMA = "qwen35/batch-stamp/1"

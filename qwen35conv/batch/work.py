@@ -34,7 +34,8 @@ from qwen35conv.errors import DestinationError, Qwen35ConvError
 from qwen35conv.planning.plan import Plan, make_plan
 from qwen35conv.planning.verdicts import judge_checkpoint
 from qwen35conv.proof import verify_result
-from qwen35conv.source import LocalSource, open_source, read_checkpoint
+from qwen35conv.reading import read_checkpoint
+from qwen35conv.source import LocalSource, open_source
 from qwen35conv.writing.sharing import Link
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from qwen35conv.planning.plan import NormDtype, Options, Plan, make_plan
 from qwen35conv.planning.receipt import read_assumption
 from qwen35conv.planning.sidecar import RECEIPT
 from qwen35conv.planning.verdicts import judge_checkpoint
-from qwen35conv.source import Source, open_source, read_checkpoint
+from qwen35conv.reading import read_checkpoint
+from qwen35conv.source import Source, open_source
 from qwen35conv.verify.apart import run_apart
 from qwen35conv.verify.bytes import check_bytes, plan_like, plan_of_all
 from qwen35conv.verify.check import (
