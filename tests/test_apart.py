@@ -13,23 +13,29 @@ import pytest
 from qwen35conv.verify.apart import run_apart
 
 MANY = """
-import os, threading
+import os, threading, time
 import mlx.core as mx
 from qwen35conv.verify.apart import run_apart
 
 def product():
     return (mx.ones((2, 3)) @ mx.ones((3, 5))).sum().item()
 
-counts = []
 def work():
     assert run_apart(product) == 30
-    counts.append(len(os.listdir("/proc/self/task")))
 
-for _ in range(6):
+def n_left(most):
+    end = time.monotonic() + 10  # a thread that was joined may still be on its way out of the system
+    while (n := len(os.listdir("/proc/self/task"))) > most and time.monotonic() < end:
+        time.sleep(0.01)
+    return n
+
+for i in range(13):
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-print(*sorted(set(counts)))
+    if i == 0:
+        n_first = len(os.listdir("/proc/self/task"))
+print(n_left(n_first) - n_first)
 """
 
 
@@ -37,7 +43,7 @@ print(*sorted(set(counts)))
 def test_work_of_many_threads_leaves_one_behind_and_the_process_ends_well() -> None:
     run = subprocess.run([sys.executable, "-c", MANY], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stderr) == (0, "")
-    assert len(run.stdout.split()) == 1
+    assert int(run.stdout) <= 2  # MLX's own, made when they are first needed; one for each work would be twelve
 
 
 def test_what_fails_apart_fails_where_it_was_asked_and_the_next_work_is_done() -> None:
