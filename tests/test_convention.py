@@ -471,6 +471,23 @@ def test_a_gamma_alone_in_its_file_and_off_the_others_stops_whatever_is_said(rng
     assert not judged(trunk, np.array([1] * 7 + [0]), *CANONICAL_FACTS, said="mlx").converts
 
 
+@pytest.mark.parametrize(("inner", "by"), [(0.33, "values and facts"), (0.42, "facts")])
+@pytest.mark.parametrize("said", [None, "mlx"])
+def test_a_raw_gain_alone_in_its_file_stops_where_all_lie_so_high_that_it_looks_like_a_low_gamma(
+    rng: np.random.Generator, said: str | None, inner: float, by: str
+) -> None:
+    trunk = trunk_like(rng, "4B", inner, 0.2)
+    trunk.files = [f"model-{i + 1:05d}-of-00064.safetensors" for i in range(64)]
+    shifts = np.ones(64, int)
+    whole = judged(trunk, shifts, *CANONICAL_FACTS, said=said)
+    assert (whole.generation, whole.by) == (Generation.CANONICAL, by)
+    trunk.anchors[36] = 0.68 + 0.05 * rng.standard_normal(trunk.anchors.shape[1])
+    shifts[36] = 0
+    verdict = judged(trunk, shifts, *CANONICAL_FACTS, said=said)
+    assert not verdict.converts
+    assert any("model-00037-of-00064" in reason for reason in verdict.reasons)
+
+
 @pytest.mark.parametrize("shift", [0, 1, 2])
 def test_a_small_model_in_files_of_whole_layers_is_told(rng: np.random.Generator, shift: int) -> None:
     trunk = trunk_like(rng, "tiny-4")

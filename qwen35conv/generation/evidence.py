@@ -19,9 +19,11 @@ from qwen35conv.generation.groups import (
     BY_SHIFT,
     CONSTANTS,
     GAMMA_RANGE,
+    HIGH,
     SHIFTS,
     Values,
     count,
+    find_files_apart,
     find_parts,
     grouped,
     middles_by_role,
@@ -92,13 +94,18 @@ def weigh(stats: Sequence[GainStats]) -> Weighed:
     close = max(middles) - min(middles) <= ROLES_APART
     close = close and (n > TINY or (n >= 6 and main < 2) or _spread(anchors) < 0.55)
     looks = _lean(anchors, main, counts, median) if close else None
+    apart = find_files_apart(anchors)  # layout and claims are of some files: they can't speak for these
+    if apart:
+        looks = None
     lean = None if unproven else looks
     firm = agreed and close and not unproven and n >= FEW and _is_firm(anchors, main, counts, median)
+    firm = firm and not (apart and main == 1 and median > HIGH)
     return _weighed(
         BY_SHIFT[main] if firm else Values.WEAK,
         anchors,
         summary,
         *([unproven] if unproven else []),
+        *([] if firm else apart),
         outliers=outliers,
         warnings=strays + doubts,
         lean=lean,

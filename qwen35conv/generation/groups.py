@@ -26,6 +26,8 @@ K = TypeVar("K")
 
 NEARLY = 0.01  # the share off the grid of a sum that was cast more than once; of no sum more than a quarter is
 LIFTED = 0.25  # how far above its role's middle a gain lies that a shift has lifted; a sound layer mostly does not
+HIGH = 1.1  # a gamma trunk whose median anchor lies above this is of no published training
+FAR = 0.5  # how far from its role's middle a gain lies that may be of another generation, a shift away
 AGREE = 0.9  # the share of anchors that must carry one label
 GAMMA_RANGE = (0.5, 1.4)  # where the median anchor of a gamma trunk lies (published: 0.78 to 1.03)
 
@@ -64,7 +66,7 @@ def find_parts(anchors: Sequence[GainStats], shifts: Sequence[int | None], main:
     found = []
     files = grouped(anchors, lambda a: a.file)
     middles = middles_by_role(anchors)
-    off = {i for i, a in enumerate(anchors) if abs(a.mean - middles[a.role]) >= 0.5}
+    off = {i for i, a in enumerate(anchors) if abs(a.mean - middles[a.role]) >= FAR}
     lifted = _lifted(anchors, main, middles)
     for file, members in sorted(files.items()) if len(files) > 1 else ():
         is_lone = len(members) == 1 and main != 2
@@ -126,6 +128,18 @@ def why_unproven(
         if all(shifts[i] != main and abs(anchors[i].mean - middles[anchors[i].role]) >= 0.5 for i in members):
             return f"few layers, and both norms of layer {layer} look otherwise"
     return None
+
+
+def find_files_apart(anchors: Sequence[GainStats]) -> list[str]:
+    """Sentences on files all of whose anchors lie nearly a shift from the others of their roles, whatever they are
+    labelled: where gains are far from the published ones, a raw gain looks like a low gamma.
+    """
+    middles = middles_by_role(anchors)
+    return [
+        f"{file}: all {len(members)} of its anchors lie far from the others of their roles"
+        for file, members in sorted(grouped(anchors, lambda a: a.file).items())
+        if all(abs(anchors[i].mean - middles[anchors[i].role]) >= FAR for i in members)
+    ]
 
 
 def _two_groups(anchors: Sequence[GainStats]) -> list[str]:
