@@ -98,8 +98,8 @@ def weigh(stats: Sequence[GainStats]) -> Weighed:
     if apart:
         looks = None
     lean = None if unproven else looks
-    firm = agreed and close and not unproven and n >= FEW and _is_firm(anchors, main, counts, median)
-    firm = firm and not (apart and main == 1 and median > HIGH)
+    odd = bool(apart) and main == 1 and median > HIGH
+    firm = agreed and close and not unproven and not odd and n >= FEW and _is_firm(anchors, main, counts, median)
     return _weighed(
         BY_SHIFT[main] if firm else Values.WEAK,
         anchors,

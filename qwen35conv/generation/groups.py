@@ -131,8 +131,8 @@ def why_unproven(
 
 
 def find_files_apart(anchors: Sequence[GainStats]) -> list[str]:
-    """Sentences on files all of whose anchors lie nearly a shift from the others of their roles, whatever they are
-    labelled: where gains are far from the published ones, a raw gain looks like a low gamma.
+    """Sentences on files all of whose anchors lie half a shift or more from the others of their roles, whatever they
+    are labelled: where gains are far from the published ones, a raw gain looks like a low gamma.
     """
     middles = middles_by_role(anchors)
     return [
